@@ -1,0 +1,12 @@
+# cmake -DNM=... -DOBJECTS=a;b -P check_weak_symbols.cmake: fails, and says which, if an object defines a weak symbol.
+set(found "")
+foreach(object IN LISTS OBJECTS)
+  execute_process(COMMAND ${NM} --defined-only -C ${object} OUTPUT_VARIABLE symbols COMMAND_ERROR_IS_FATAL ANY)
+  string(REGEX MATCHALL "[^\n]* [WVu] [^\n]*" weak "${symbols}")
+  foreach(line IN LISTS weak)
+    string(APPEND found "${object}: ${line}\n")
+  endforeach()
+endforeach()
+if(found)
+  message(FATAL_ERROR "Weak symbols in objects built for one instruction set:\n${found}")
+endif()

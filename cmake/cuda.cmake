@@ -1,0 +1,28 @@
+# DMATTN_CUDA: on where a toolkit is found. Without one everything but src/cuda is built, and the CPU twin serves.
+set(cuda_found OFF)
+if(NOT DEFINED DMATTN_CUDA)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(cuda_found ON)
+  endif()
+endif()
+option(DMATTN_CUDA "Build what needs the CUDA toolkit (12.0 or newer)" ${cuda_found})
+if(DMATTN_CUDA)
+  set(CMAKE_CUDA_ARCHITECTURES 90a)  # wgmma exists on sm_90a alone
+  enable_language(CUDA)
+  if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know it
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+  endif()
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+  set(CMAKE_CUDA_EXTENSIONS OFF)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.0)
+    message(FATAL_ERROR "CUDA toolkit 12.0 or newer is needed (sm_90a, C++20); found "
+                        "${CMAKE_CUDA_COMPILER_VERSION}. Configure with -DDMATTN_CUDA=OFF to build without.")
+  endif()
+  message(STATUS "delta_matching: CUDA toolkit ${CMAKE_CUDA_COMPILER_VERSION}")
+else()
+  message(STATUS "delta_matching: no CUDA; the CPU twin serves every call")
+endif()

@@ -1,0 +1,45 @@
+"""FP8 attention for training that keeps the gradient's invariant: every row of dS sums to zero.
+
+``dm_attn_func`` and ``dm_attn_varlen_func`` are attention on Torch tensors; ``probe`` measures what FP8 does to a
+layer, on Torch tensors or NumPy arrays; ``version`` and ``numerics_version`` describe the shared library. Without
+Torch the last three work and the first two say that it is missing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._library import device_available, numerics_version, version
+from ._probe import probe
+
+__all__ = [
+    "device_available",
+    "dm_attn_func",
+    "dm_attn_varlen_func",
+    "numerics_version",
+    "probe",
+    "version",
+]
+
+_NEED_TORCH = ("dm_attn_func", "dm_attn_varlen_func")
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as _error:
+    # A Torch that is there but broken must say so itself.
+    if _error.name != "torch":
+        raise
+    _has_torch = False
+else:
+    _has_torch = True
+
+if TYPE_CHECKING or _has_torch:
+    from .functional import dm_attn_func, dm_attn_varlen_func
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        raise ImportError(f"delta_matching.{name} needs PyTorch 2.9 or newer: pip install torch")
+    if name == "__version__":
+        return version()
+    raise AttributeError(f"module 'delta_matching' has no attribute {name!r}")

@@ -1,0 +1,174 @@
+"""Validation that the real and the fake kernels share, so that tracing refuses what running refuses.
+
+Plain ``if`` and ``raise``: an ``assert`` would vanish under ``python -O``. Every message names the argument, what was
+expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _library
+
+_LAYOUT = {4: "[batch, length, heads, head_dim]", 3: "[total, heads, head_dim] with cu_seqlens"}
+
+
+class Shape(NamedTuple):
+    """Sizes of a call. With cu_seqlens ``q_len`` and ``k_len`` are rows in all. Elements may be SymInt in tracing."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    varlen: bool
+
+    @property
+    def row_vector(self) -> tuple[int, ...]:
+        """Shape of lse and of the saved statistics."""
+        if self.varlen:
+            return (self.q_heads, self.q_len)
+        return (self.batch, self.q_heads, self.q_len)
+
+
+def _sizes(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Errors: TypeError unless ``tensor`` is BF16."""
+    if tensor.dtype != torch.bfloat16:
+        raise TypeError(
+            f"{name}: expected torch.bfloat16, got {tensor.dtype}; cast it, or call under torch.autocast, "
+            "which casts it to BF16"
+        )
+
+
+def _check_offsets_form(name: str, offsets: Tensor, device: torch.device) -> None:
+    # One meta tensor among the arguments sends a call to the fake kernel, whose outputs nobody has written.
+    if offsets.device.type != "cpu" and not (offsets.is_meta and device.type == "meta"):
+        raise RuntimeError(f"{name} is on {offsets.device}: expected a cpu tensor")
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{name}: expected torch.int32, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name}: expected one dimension with batch + 1 offsets, got shape {_sizes(offsets)}")
+
+
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
+) -> Shape:
+    """Check dtypes, dimensions, devices and the GQA ratio, and return the sizes.
+
+    Errors: TypeError for a dtype, ValueError for a shape, RuntimeError for tensors on different devices.
+    """
+    varlen = cu_seqlens_q is not None
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_q and cu_seqlens_k: expected both or neither, got one")
+    dims = 3 if varlen else 4
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, tensor)
+        if tensor.dim() != dims:
+            raise ValueError(f"{name}: expected {dims} dimensions {_LAYOUT[dims]}, got shape {_sizes(tensor)}")
+        if tensor.device != q.device:
+            raise RuntimeError(f"{name} is on {tensor.device}, q on {q.device}: expected one device for q, k and v")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected k's shape {_sizes(k)}, got {_sizes(v)}")
+    q_heads, head_dim = q.shape[-2], q.shape[-1]
+    kv_heads = k.shape[-2]
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"k: expected q's head_dim {head_dim}, got {k.shape[-1]}")
+    if head_dim < 1:
+        raise ValueError(f"q: expected head_dim of at least 1, got {head_dim}")
+    if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads != 0:
+        raise ValueError(f"q has {q_heads} heads, k and v have {kv_heads}: expected a multiple of k's heads in q")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(f"k: expected q's batch {q.shape[0]}, got {k.shape[0]}")
+        return Shape(q.shape[0], q_heads, kv_heads, q.shape[1], k.shape[1], head_dim, False)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_offsets_form(name, offsets, q.device)
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise ValueError(
+            f"cu_seqlens_k: expected as many offsets as cu_seqlens_q, {cu_seqlens_q.shape[0]}, "
+            f"got {cu_seqlens_k.shape[0]}"
+        )
+    return Shape(cu_seqlens_q.shape[0] - 1, q_heads, kv_heads, q.shape[0], k.shape[0], head_dim, True)
+
+
+def check_backward(
+    shape: Shape, d_o: Tensor, q: Tensor, o: Tensor, reference: Tensor, total: Tensor, o_low: Tensor, mode: str
+) -> None:
+    """Check what the backward takes beside q, k and v: the library trusts its pointers.
+
+    Errors: TypeError for a dtype, ValueError for a shape, RuntimeError for another device.
+    """
+    for name, tensor, like in (("o", o, q), ("d_o", d_o, o)):
+        check_dtype(name, tensor)
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"{name}: expected {'q' if name == 'o' else 'o'}'s shape {_sizes(like)}, got {_sizes(tensor)}"
+            )
+    for name, tensor, expected in (("reference", reference, shape.row_vector), ("sum", total, (2, *shape.row_vector))):
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name}: expected torch.float32, got {tensor.dtype}")
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name}: expected shape {list(expected)}, got {_sizes(tensor)}")
+    if mode == "onepass":
+        check_dtype("o_low", o_low)
+        if o_low.shape != o.shape:
+            raise ValueError(f"o_low: expected o's shape {_sizes(o)} in onepass, got {_sizes(o_low)}")
+    for name, tensor in (("d_o", d_o), ("o", o), ("reference", reference), ("sum", total), ("o_low", o_low)):
+        if tensor.device != q.device:
+            raise RuntimeError(f"{name} is on {tensor.device}, q on {q.device}: expected one device")
+
+
+def check_choices(mode: str, numerics: str, centre: str | None) -> None:
+    """Errors: ValueError that lists the choices for an unknown name."""
+    _library.code_of("mode", mode, _library.MODES)
+    _library.code_of("numerics", numerics, _library.NUMERICS)
+    _library.centre_code(centre)
+
+
+def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The scale of S: 1 / sqrt(head_dim) for None. Errors: ValueError unless finite and > 0."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    # Comparisons instead of math.isfinite, since they also hold for a symbolic float; NaN fails both.
+    if not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: expected a finite value above 0, got {softmax_scale}")
+    return softmax_scale
+
+
+def check_device(device: torch.device) -> None:
+    """Errors: RuntimeError that names the device and what is supported."""
+    if device.type != "cpu":
+        raise RuntimeError(f"device {device} is not supported: this version of delta_matching runs on cpu tensors")
+
+
+def check_offsets(name: str, offsets: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
+    """Check the values of cu_seqlens, which only the real kernel can see.
+
+    Errors: ValueError unless they start at 0, never fall, end at or below ``total`` and no sequence is longer than
+    ``max_seqlen``.
+    """
+    values = offsets.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name}: expected a first offset of 0, got {values[0]}")
+    longest = 0
+    for index in range(1, len(values)):
+        length = values[index] - values[index - 1]
+        if length < 0:
+            raise ValueError(
+                f"{name}: expected offsets that never fall, got {values[index]} after {values[index - 1]} "
+                f"at index {index}"
+            )
+        longest = max(longest, length)
+    if values[-1] > total:
+        raise ValueError(f"{name}: expected a last offset of at most the {total} rows given, got {values[-1]}")
+    if longest > max_seqlen:
+        raise ValueError(f"{max_name}: expected at least the longest sequence, {longest}, got {max_seqlen}")

@@ -1,0 +1,362 @@
+"""Torch operators ``delta_matching::forward`` and ``delta_matching::backward`` (torch.library).
+
+Both are functional: they read their inputs and return new, contiguous tensors, so they trace, checkpoint and replay
+without side effects. The real kernels run the shared library on CPU tensors; the fake kernels allocate through the
+same functions as the real ones, so sizes, dtypes and strides cannot drift apart. Users call
+:mod:`delta_matching.functional`.
+
+Layout, BF16: q, o, d_o, dq ``[batch, q_len, q_heads, head_dim]`` and k, v, dk, dv ``[batch, k_len, kv_heads,
+head_dim]``; with cu_seqlens ``[total, heads, head_dim]``. Row vectors (lse, reference, sum), FP32: ``[batch, q_heads,
+q_len]`` or ``[q_heads, total_q]``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _checks, _library
+from ._checks import Shape
+
+# Kept alive for the life of the process: the operators vanish with it.
+_OPERATORS = torch.library.Library("delta_matching", "DEF")
+
+# An empty tensor has a null pointer, and a null pointer means "left out" to the library.
+_NOTHING = ctypes.create_string_buffer(64)
+_NOWHERE = ctypes.addressof(_NOTHING)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """``tensor`` itself if its last dimension is contiguous (any other strides will do, 0 included), else a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _pointer(tensor: Tensor) -> int:
+    return tensor.data_ptr() or _NOWHERE
+
+
+def _argument(tensor: Tensor) -> _library.TensorArg:
+    strides = tensor.stride()
+    if len(strides) == 3:
+        return _library.TensorArg(_pointer(tensor), 0, strides[0], strides[1])
+    return _library.TensorArg(_pointer(tensor), strides[0], strides[1], strides[2])
+
+
+def _problem(
+    shape: Shape,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> _library.Problem:
+    return _library.Problem(
+        batch=shape.batch,
+        q_heads=shape.q_heads,
+        kv_heads=shape.kv_heads,
+        q_len=shape.q_len,
+        k_len=shape.k_len,
+        head_dim=shape.head_dim,
+        softmax_scale=_checks.resolve_scale(softmax_scale, shape.head_dim),
+        causal=int(causal),
+        mode=_library.code_of("mode", mode, _library.MODES),
+        numerics=_library.code_of("numerics", numerics, _library.NUMERICS),
+        centre=_library.centre_code(centre),
+        device=_library.DEVICES["cpu"],
+        # As many threads as Torch itself would use; never changes a bit.
+        threads=torch.get_num_threads(),
+        cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+        cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k.data_ptr(),
+    )
+
+
+class _ForwardOutputs(NamedTuple):
+    o: Tensor
+    lse: Tensor
+    reference: Tensor
+    sum: Tensor
+    o_low: Tensor
+
+
+def _allocate_forward(q: Tensor, shape: Shape, mode: str) -> _ForwardOutputs:
+    o = q.new_empty(q.shape)
+    lse, reference = (q.new_empty(shape.row_vector, dtype=torch.float32) for _ in range(2))
+    total = q.new_empty((2, *shape.row_vector), dtype=torch.float32)  # of unrounded P, then of rounded P
+    # Only onepass keeps what rounding O to BF16 left over.
+    o_low = q.new_empty(q.shape if mode == "onepass" else (0,))
+    return _ForwardOutputs(o, lse, reference, total, o_low)
+
+
+def _allocate_gradient(like: Tensor, needed: bool) -> Tensor:
+    return like.new_empty(like.shape if needed else (0,))
+
+
+def _end(offsets: Tensor | None) -> int | None:
+    """Rows that belong to a sequence; those after them are padding."""
+    return None if offsets is None else int(offsets[-1])
+
+
+def _zero_padding(tensor: Tensor, end: int | None) -> None:
+    # The library does not touch padding rows, and fresh memory may hold anything.
+    if end is not None and end < tensor.shape[0]:
+        tensor[end:].zero_()
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    _checks.check_device(q.device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+        _checks.check_offsets("cu_seqlens_q", cu_seqlens_q, shape.q_len, "max_seqlen_q", max_seqlen_q)
+        _checks.check_offsets("cu_seqlens_k", cu_seqlens_k, shape.k_len, "max_seqlen_k", max_seqlen_k)
+    problem = _problem(shape, softmax_scale, causal, mode, numerics, centre, cu_seqlens_q, cu_seqlens_k)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    out = _allocate_forward(q, shape, mode)
+    saved = _library.Saved(
+        reference=_pointer(out.reference),
+        sum=_pointer(out.sum),
+        o_low=_argument(out.o_low) if mode == "onepass" else _library.TensorArg(),
+    )
+    args = _library.ForwardArgs(
+        q=_argument(q), k=_argument(k), v=_argument(v), o=_argument(out.o), lse=_pointer(out.lse), saved=saved
+    )
+    _library.call("forward", problem, ctypes.byref(args))
+    end = _end(cu_seqlens_q)
+    if end is not None and end < shape.q_len:
+        out.o[end:].zero_()
+        if mode == "onepass":
+            out.o_low[end:].zero_()
+        # A padding row sees no key; its statistics are never read, zero keeps them the same in every run.
+        out.lse[:, end:].fill_(-torch.inf)
+        out.reference[:, end:].zero_()
+        out.sum[:, end:].zero_()
+    return out.o, out.lse, out.reference, out.sum, out.o_low
+
+
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if q.device.type != "meta":  # meta tensors ask for shapes alone
+        _checks.check_device(q.device)
+    _checks.check_choices(mode, numerics, centre)
+    _checks.resolve_scale(softmax_scale, shape.head_dim)
+    out = _allocate_forward(q, shape, mode)
+    return out.o, out.lse, out.reference, out.sum, out.o_low
+
+
+def _backward(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    reference: Tensor,
+    sum: Tensor,
+    o_low: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    _checks.check_backward(shape, d_o, q, o, reference, sum, o_low, mode)
+    _checks.check_device(q.device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    problem = _problem(shape, softmax_scale, causal, mode, numerics, centre, cu_seqlens_q, cu_seqlens_k)
+    # The copies must outlive the call, hence the names.
+    q, k, v, o, d_o = _rows(q), _rows(k), _rows(v), _rows(o), _rows(d_o)
+    reference, sum, o_low = reference.contiguous(), sum.contiguous(), _rows(o_low)
+    dq, dk, dv = _allocate_gradient(q, need_dq), _allocate_gradient(k, need_dk), _allocate_gradient(v, need_dv)
+    saved = _library.Saved(
+        reference=_pointer(reference),
+        sum=_pointer(sum),
+        o_low=_argument(o_low) if mode == "onepass" else _library.TensorArg(),
+    )
+    args = _library.BackwardArgs(
+        q=_argument(q),
+        k=_argument(k),
+        v=_argument(v),
+        o=_argument(o),
+        d_o=_argument(d_o),
+        saved=saved,
+        # A null pointer leaves the gradient out.
+        dq=_argument(dq) if need_dq else _library.TensorArg(),
+        dk=_argument(dk) if need_dk else _library.TensorArg(),
+        dv=_argument(dv) if need_dv else _library.TensorArg(),
+    )
+    _library.call("backward", problem, ctypes.byref(args))
+    _zero_padding(dq, _end(cu_seqlens_q))
+    for gradient in (dk, dv):
+        _zero_padding(gradient, _end(cu_seqlens_k))
+    return dq, dk, dv
+
+
+def _backward_fake(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    reference: Tensor,
+    sum: Tensor,
+    o_low: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    _checks.check_backward(shape, d_o, q, o, reference, sum, o_low, mode)
+    return _allocate_gradient(q, need_dq), _allocate_gradient(k, need_dk), _allocate_gradient(v, need_dv)
+
+
+def _forward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, *ctx.options = inputs
+    o, lse, reference, total, o_low = output
+    # Without this, autograd would hand over zeros for a missing gradient, which cannot be told from a real one.
+    ctx.set_materialize_grads(False)
+    # lse leaves through lse_out below, which refuses its gradient; the other three never leave.
+    ctx.mark_non_differentiable(lse, reference, total, o_low)
+    ctx.save_for_backward(q, k, v, o, reference, total, o_low, cu_seqlens_q, cu_seqlens_k)
+
+
+def _forward_backward(ctx: Any, d_o: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    no_gradient = (None,) * 9
+    if d_o is None:
+        return (None, None, None, *no_gradient)
+    needed = ctx.needs_input_grad[:3]
+    gradients = torch.ops.delta_matching.backward(d_o, *ctx.saved_tensors, *ctx.options, *needed)
+    return (*(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *no_gradient)
+
+
+def _backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Nothing is saved: the backward of the backward only refuses."""
+
+
+def _refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    raise RuntimeError(
+        "double backward is not supported by delta_matching: the gradients of dm_attn_func and dm_attn_varlen_func "
+        "cannot be differentiated again"
+    )
+
+
+# --- lse: returned, never differentiated ---------------------------------------------------------------------------
+# An output marked non-differentiable would drop out of a loss without a word. This identity makes lse part of the graph
+# (o is the anchor that says whether there is one) and refuses when a gradient arrives.
+
+_LSE_REFUSAL = "lse is not differentiable in delta_matching: a gradient was asked of it; use lse.detach()"
+
+
+def _lse_out(lse: Tensor, o: Tensor) -> Tensor:
+    return lse.clone()
+
+
+def _lse_out_fake(lse: Tensor, o: Tensor) -> Tensor:
+    return torch.empty_like(lse)
+
+
+def _lse_out_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.o_shape, ctx.o_dtype = inputs[1].shape, inputs[1].dtype
+
+
+def _lse_out_backward(ctx: Any, d_lse: Tensor | None) -> tuple[None, Tensor | None]:
+    if d_lse is None:
+        return None, None
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(_LSE_REFUSAL)
+    # A traced backward sees a gradient for every output of the graph, zero where the caller asks for none. Whether one
+    # was asked shows at run time only, so the check has to be an operator whose (zero) result is used.
+    refused = torch.ops.delta_matching.refuse_lse_gradient(d_lse)
+    return None, refused.to(ctx.o_dtype).expand(ctx.o_shape)
+
+
+def _refuse_lse_gradient(d_lse: Tensor) -> Tensor:
+    if bool(d_lse.any()):
+        raise RuntimeError(_LSE_REFUSAL)
+    return d_lse.new_zeros(())
+
+
+def _refuse_lse_gradient_fake(d_lse: Tensor) -> Tensor:
+    return d_lse.new_empty(())
+
+
+_FORWARD_SCHEMA = (
+    "forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float? softmax_scale, bool causal, str mode, str numerics, str? centre) "
+    "-> (Tensor o, Tensor lse, Tensor reference, Tensor sum, Tensor o_low)"
+)
+_BACKWARD_SCHEMA = (
+    "backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor reference, Tensor sum, Tensor o_low, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? softmax_scale, bool causal, str mode, str numerics, "
+    "str? centre, bool need_dq, bool need_dk, bool need_dv) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _register() -> None:
+    operators = (
+        (_FORWARD_SCHEMA, _forward, _forward_fake),
+        (_BACKWARD_SCHEMA, _backward, _backward_fake),
+        ("lse_out(Tensor lse, Tensor o) -> Tensor", _lse_out, _lse_out_fake),
+        ("refuse_lse_gradient(Tensor d_lse) -> Tensor", _refuse_lse_gradient, _refuse_lse_gradient_fake),
+    )
+    for schema, real, fake in operators:
+        name = schema.partition("(")[0]
+        _OPERATORS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # For every backend, so that an unsupported device meets our message and not the dispatcher's.
+        _OPERATORS.impl(name, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"delta_matching::{name}", fake, lib=_OPERATORS)
+    for name, backward, setup_context in (
+        ("forward", _forward_backward, _forward_setup_context),
+        ("backward", _refuse_double_backward, _backward_setup_context),
+        ("lse_out", _lse_out_backward, _lse_out_setup_context),
+    ):
+        torch.library.register_autograd(
+            f"delta_matching::{name}", backward, setup_context=setup_context, lib=_OPERATORS
+        )
+
+
+_register()

@@ -1,0 +1,184 @@
+// The C ABI: checks arguments, calls the backend, turns exceptions into a status and a message.
+#include <fmt/format.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "abi/probe_arguments.h"
+#include "core/error.h"
+#include "core/problem.h"
+#include "cpu/backend.h"
+#include "delta_matching/delta_matching.h"
+#include "io/json_report.h"
+#include "numerics/constants.h"
+
+namespace {
+
+using dmattn::Access;
+using dmattn::InvalidValue;
+using dmattn::Problem;
+
+thread_local std::string last_error;
+
+dmattn_status fail(dmattn_status status, const char* message) noexcept {
+  try {
+    last_error = message;
+  } catch (...) {  // not even the message fits: the status has to do
+    last_error.clear();
+  }
+  return status;
+}
+
+template <class Work>
+dmattn_status guarded(Work work) noexcept {
+  last_error.clear();
+  try {
+    work();
+    return DMATTN_OK;
+  } catch (const InvalidValue& error) {
+    return fail(DMATTN_INVALID_VALUE, error.what());
+  } catch (const dmattn::Unsupported& error) {
+    return fail(DMATTN_UNSUPPORTED, error.what());
+  } catch (const std::bad_alloc&) {
+    return fail(DMATTN_OUT_OF_MEMORY, "out of host memory");
+  } catch (const std::length_error&) {
+    return fail(DMATTN_OUT_OF_MEMORY, "out of host memory: the problem is larger than a vector can be");
+  } catch (const std::exception& error) {
+    return fail(DMATTN_INTERNAL, error.what());
+  } catch (...) {
+    return fail(DMATTN_INTERNAL, "unknown fault");
+  }
+}
+
+void check_row_vector(const Problem& problem, const void* pointer, const char* name) {
+  if (problem.row_vector_length() > 0) dmattn::check_pointer(pointer, name);
+}
+
+void check_inputs(const Problem& problem, const dmattn_tensor& q, const dmattn_tensor& k, const dmattn_tensor& v) {
+  check_tensor(problem, q, true, "q", Access::input);
+  check_tensor(problem, k, false, "k", Access::input);
+  check_tensor(problem, v, false, "v", Access::input);
+}
+
+Problem check_backward(const dmattn_problem* raw, const dmattn_backward_args* args) {
+  Problem problem = dmattn::check_problem(raw);
+  dmattn::check_pointer(args, "args");
+  dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
+  check_inputs(problem, args->q, args->k, args->v);
+  check_tensor(problem, args->o, true, "o", Access::input);
+  check_tensor(problem, args->d_o, true, "d_o", Access::input);
+  if ((args->saved.reference == nullptr) != (args->saved.sum == nullptr))
+    throw InvalidValue("saved: expected both of reference and sum or neither, got one");
+  if (!args->saved.reference && problem.numerics == dmattn::Numerics::hopper)
+    check_row_vector(problem, args->lse, "lse (needed where saved is missing)");
+  if (args->saved.o_low.data) check_tensor(problem, args->saved.o_low, true, "saved.o_low", Access::input);
+  if (args->dq.data) check_tensor(problem, args->dq, true, "dq", Access::output);
+  if (args->dk.data) check_tensor(problem, args->dk, false, "dk", Access::output);
+  if (args->dv.data) check_tensor(problem, args->dv, false, "dv", Access::output);
+  return problem;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* dmattn_version(void) { return DMATTN_VERSION_STRING; }
+int32_t dmattn_numerics_version(void) { return dmattn::numerics::kNumericsVersion; }
+const char* dmattn_last_error(void) { return last_error.c_str(); }
+int32_t dmattn_device_available(int32_t device) { return device == DMATTN_CPU ? 1 : 0; }
+
+dmattn_status dmattn_workspace_size(const dmattn_problem* raw, size_t* forward_bytes, size_t* backward_bytes) {
+  return guarded([&] {
+    dmattn::check_problem(raw);
+    dmattn::check_pointer(forward_bytes, "forward_bytes");
+    dmattn::check_pointer(backward_bytes, "backward_bytes");
+    *forward_bytes = *backward_bytes = 0;  // the CPU uses host memory of its own
+  });
+}
+
+dmattn_status dmattn_forward(const dmattn_problem* raw, const dmattn_forward_args* args) {
+  return guarded([&] {
+    const Problem problem = dmattn::check_problem(raw);
+    dmattn::check_pointer(args, "args");
+    dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
+    check_inputs(problem, args->q, args->k, args->v);
+    check_tensor(problem, args->o, true, "o", Access::output);
+    if (args->saved.o_low.data) check_tensor(problem, args->saved.o_low, true, "saved.o_low", Access::output);
+    dmattn::cpu::forward(problem, *args);
+  });
+}
+
+dmattn_status dmattn_backward(const dmattn_problem* raw, const dmattn_backward_args* args) {
+  return guarded([&] {
+    const Problem problem = check_backward(raw, args);
+    dmattn::cpu::backward(problem, *args);
+  });
+}
+
+dmattn_status dmattn_delta(const dmattn_problem* raw, const dmattn_backward_args* args) {
+  return guarded([&] {
+    const Problem problem = check_backward(raw, args);
+    check_row_vector(problem, args->delta_out, "delta_out");
+    dmattn::cpu::delta(problem, *args);
+  });
+}
+
+dmattn_status dmattn_quantise(const dmattn_problem* raw, const dmattn_quantise_args* args) {
+  return guarded([&] {
+    const Problem problem = dmattn::check_problem(raw);
+    dmattn::check_pointer(args, "args");
+    dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
+    if (args->operand < DMATTN_OPERAND_Q || args->operand > DMATTN_OPERAND_D_O)
+      throw InvalidValue(fmt::format("operand: expected 0 ... 3, got {}", args->operand));
+    const bool is_query = args->operand == DMATTN_OPERAND_Q || args->operand == DMATTN_OPERAND_D_O;
+    check_tensor(problem, args->x, is_query, "x", Access::input);
+    if (problem.batch > 0 && (is_query ? problem.q_len : problem.k_len) > 0) {
+      dmattn::check_pointer(args->codes, "codes");
+      dmattn::check_pointer(args->scale, "scale");
+    }
+    dmattn::cpu::quantise(problem, *args);
+  });
+}
+
+dmattn_status dmattn_reference(const dmattn_problem* raw, const dmattn_reference_args* args) {
+  return guarded([&] {
+    // FP64 knows no numerics: check as paper numerics, which takes any head_dim.
+    dmattn::check_pointer(raw, "problem");
+    dmattn_problem plain = *raw;
+    plain.numerics = DMATTN_PAPER;
+    plain.centre = DMATTN_CENTRE_DEFAULT;
+    const Problem problem = dmattn::check_problem(&plain);
+    dmattn::check_pointer(args, "args");
+    dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
+    check_inputs(problem, args->q, args->k, args->v);
+    if (args->d_o.data) check_tensor(problem, args->d_o, true, "d_o", Access::input);
+    if (!args->d_o.data && (args->dq || args->dk || args->dv))
+      throw InvalidValue("d_o.data: expected a pointer where a gradient is asked for, got NULL");
+    dmattn::cpu::reference(problem, *args);
+  });
+}
+
+dmattn_status dmattn_probe(const dmattn_problem* raw, const dmattn_probe_args* args, char** json) {
+  return guarded([&] {
+    dmattn::check_pointer(json, "json");
+    *json = nullptr;
+    const Problem problem = dmattn::check_problem(raw);
+    dmattn::check_pointer(args, "args");
+    dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
+    check_inputs(problem, args->q, args->k, args->v);
+    check_tensor(problem, args->d_o, true, "d_o", Access::input);
+    const dmattn::Layer layer = dmattn::probe_layer(problem, *args);
+    const dmattn::RunOptions options = dmattn::probe_options(problem, args->modes);
+    const std::string text = dmattn::probe_json(dmattn::probe(layer, options), layer, options, "", "cpu");
+    char* copy = static_cast<char*>(std::malloc(text.size() + 1));
+    if (!copy) throw std::bad_alloc();
+    std::memcpy(copy, text.c_str(), text.size() + 1);
+    *json = copy;
+  });
+}
+
+void dmattn_free(void* pointer) { std::free(pointer); }
+
+}  // extern "C"

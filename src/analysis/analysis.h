@@ -1,0 +1,120 @@
+// The three measurements of the command line, as plain data: a worked row, the residual table, a probed layer.
+// They compute; cli/ and report code only format. Numbers follow docs/schemas.md.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/modes.h"
+
+namespace dmattn {
+
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+struct RunOptions {
+  Numerics numerics = Numerics::hopper;
+  Centre centre = Centre::qk;
+  Accumulator accumulator = Accumulator::tensor_core;
+  std::vector<Mode> modes{kModes.begin(), kModes.end()};  // ablations may follow (paper numerics only)
+  int threads = 0;                                        // 0: all; never changes a number
+  std::function<void(double fraction, const std::string& what)> progress;  // may be empty; called from one thread
+};
+
+// ---- probe -------------------------------------------------------------------------------------------------------
+
+// A captured layer: row-major [tokens][heads][head_dim], values already rounded to BF16.
+struct Layer {
+  int64_t batch = 1, q_tokens = 0, k_tokens = 0, q_heads = 1, kv_heads = 1, head_dim = 1;
+  float softmax_scale = 1;
+  bool causal = true;
+  std::vector<float> q, k, v, d_o;  // q, d_o: [batch][q_tokens][q_heads][head_dim]; k, v: [batch][k_tokens][kv_heads]...
+};
+
+struct Statistic {
+  double median = kNaN, p95 = kNaN, max = kNaN;  // NaN where nothing could be measured
+};
+
+struct Errors {
+  double o = kNaN, dq = kNaN, dk = kNaN, dv = kNaN;  // relative Frobenius against FP64
+};
+
+struct ModeResult {
+  Statistic residual, residual_after_cast;  // |sum dS| / sum|dS| over rows
+  double column_sum = kNaN;                 // sum_c |sum_j dK_jc| / sum |dK|, dS before the cast
+  Errors error;
+  int64_t worst_head = -1;  // whole layer only: query head (over the batch) with the largest dQ error; -1: none
+  double worst_head_dq = kNaN;
+};
+
+struct HeadResult {
+  int64_t head = 0;
+  std::map<Mode, ModeResult> modes;
+};
+
+struct ProbeResult {
+  std::map<Mode, ModeResult> modes;    // over all heads
+  std::vector<HeadResult> heads;       // by query head (all batches together)
+  std::vector<int64_t> nonfinite_heads;  // query heads left out of the statistics: non-finite input
+};
+
+ProbeResult probe(const Layer& layer, const RunOptions& options);
+
+// Throws Unsupported where numerics, centre, head_dim and modes do not go together.
+void check_options(const Layer& layer, const RunOptions& options);
+
+// ---- sweep -------------------------------------------------------------------------------------------------------
+
+struct SweepOptions {
+  int heads = 4;
+  int64_t tokens = 512, head_dim = 64;
+  int seeds = 6;
+  uint64_t first_seed = 0;
+  std::vector<double> spreads{1, 2, 4};
+  bool causal = true;
+  std::vector<std::string> families{"gaussian", "outlier"};  // and "sink": docs/numerics.md
+  double sink_logit = 10;  // key 0's logit over the others' mean
+};
+
+struct SweepRow {
+  std::string inputs;  // "gaussian", "outlier" or "sink"
+  double spread = 1;
+  Mode mode = Mode::stale;
+  double residual = kNaN, residual_after_cast = kNaN, column_sum = kNaN;
+  double error_o = kNaN, error_dq = kNaN, error_dk = kNaN, error_dv = kNaN;
+};
+
+std::vector<SweepRow> sweep(const SweepOptions& sweep, const RunOptions& options);
+
+// A random layer of one input family; the generator is our own (docs/numerics.md), so a seed means the same
+// everywhere. family: "gaussian", "outlier" or "sink".
+Layer random_layer(const std::string& family, double spread, const SweepOptions& sweep, uint64_t seed);
+
+// ---- row ---------------------------------------------------------------------------------------------------------
+
+struct RowOptions {
+  int64_t tokens = 8, head_dim = 4;
+  uint64_t seed = 7;  // a clear row: stale 3 %, consistent a third of a percent
+};
+
+struct RowMode {
+  double delta = kNaN, sum_positive = kNaN, sum_negative = kNaN, row_sum = kNaN, share = kNaN;
+  std::vector<double> d_s;  // the row itself, before the cast
+};
+
+struct RowResult {
+  RowOptions row;
+  std::map<Mode, RowMode> modes;
+  double split_probability = kNaN, split_gradient = kNaN, split_remainder = kNaN;  // of the stale row sum
+  // What the identities need: delta stale - consistent, and the magnitude their tolerance is stated in.
+  double gradient_rounding = kNaN;  // <dO - quantised dO, O in BF16>
+  double magnitude = kNaN;          // sum_j P|dP| + sum_k |dO_k O_k|
+  std::vector<double> p, p_rounded, d_p, q, d_o;  // of the last query
+};
+
+RowResult worked_row(const RowOptions& row, const RunOptions& options);
+
+}  // namespace dmattn

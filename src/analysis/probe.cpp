@@ -1,0 +1,211 @@
+// Probe: every mode on one captured layer, per query head and over the layer.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+
+#include <omp.h>
+
+#include "analysis/head_run.h"
+#include "analysis/statistics.h"
+#include "core/error.h"
+#include "cpu/parallel.h"
+#include "cpu/tile_kernels.h"
+#include "numerics/bf16.h"
+
+namespace dmattn {
+namespace {
+
+// Everything one mode adds up over some set of heads.
+struct Tally {
+  std::vector<double> residual, residual_after_cast;
+  double column = 0, dk_magnitude = 0;
+  ErrorSum o, dq, dk, dv;
+  bool used = false;
+
+  void add_rows(const cpu::HeadShape& shape, const cpu::Diagnostics& diagnostics) {
+    for (int64_t i = 0; i < shape.queries; ++i) {
+      const auto row = static_cast<size_t>(i);
+      if (shape.visible(i) < 2) continue;  // with one key dS is zero whatever the method
+      if (diagnostics.magnitude[row] > 0)
+        residual.push_back(std::abs(diagnostics.sum[row]) / diagnostics.magnitude[row]);
+      if (diagnostics.cast_magnitude[row] > 0)
+        residual_after_cast.push_back(std::abs(diagnostics.cast_sum[row]) / diagnostics.cast_magnitude[row]);
+    }
+    for (const double value : diagnostics.column) column += std::abs(value);
+    dk_magnitude += diagnostics.dk_magnitude;
+    used = true;
+  }
+
+  void add(const Tally& other) {
+    residual.insert(residual.end(), other.residual.begin(), other.residual.end());
+    residual_after_cast.insert(residual_after_cast.end(), other.residual_after_cast.begin(),
+                               other.residual_after_cast.end());
+    column += other.column;
+    dk_magnitude += other.dk_magnitude;
+    o.add(other.o);
+    dq.add(other.dq);
+    dk.add(other.dk);
+    dv.add(other.dv);
+    used = used || other.used;
+  }
+
+  ModeResult result() const {
+    ModeResult out;
+    if (!used) return out;
+    out.residual = statistic(residual);
+    out.residual_after_cast = statistic(residual_after_cast);
+    out.column_sum = dk_magnitude > 0 ? column / dk_magnitude : kNaN;
+    out.error = {o.value(), dq.value(), dk.value(), dv.value()};
+    return out;
+  }
+};
+
+// One KV head of one batch entry: its query heads in order, and the group's summed dK and dV.
+struct Group {
+  std::vector<std::map<Mode, Tally>> heads;
+  std::map<Mode, Tally> whole;  // dk and dv of the group; everything else is in heads
+  std::vector<bool> finite;
+};
+
+template <class T>
+void accumulate(std::vector<T>& sum, const std::vector<T>& part) {
+  if (sum.empty()) sum.assign(part.size(), T{});
+  for (size_t i = 0; i < part.size(); ++i) sum[i] += part[i];
+}
+
+class LayerProbe {
+ public:
+  LayerProbe(const Layer& layer, const RunOptions& options)
+      : layer_(layer), options_(options), amax_(tensor_amax(layer, options)) {}
+
+  std::vector<Group> run() {
+    const int64_t items = layer_.batch * layer_.kv_heads;
+    std::vector<Group> groups(static_cast<size_t>(items));
+    // Few groups: one after the other, all threads inside each. Many: a thread per group.
+    const bool outer = items >= cpu::thread_count(options_.threads);
+    cpu::parallel_for(items, outer ? options_.threads : 1, [&](int64_t item) {
+      groups[static_cast<size_t>(item)] = run_group(item / layer_.kv_heads, item % layer_.kv_heads);
+    });
+    return groups;
+  }
+
+ private:
+  Group run_group(int64_t batch, int64_t kv_head) {
+    const int64_t members = layer_.q_heads / layer_.kv_heads;
+    Group group;
+    group.heads.resize(static_cast<size_t>(members));
+    std::vector<double> dk_truth, dv_truth;
+    std::map<Mode, std::pair<std::vector<float>, std::vector<float>>> sums;
+    for (int64_t member = 0; member < members; ++member) {
+      const HeadInputs inputs = head_inputs(layer_, batch, kv_head * members + member);
+      group.finite.push_back(inputs.finite);
+      if (inputs.finite) run_head(inputs, group.heads[static_cast<size_t>(member)], dk_truth, dv_truth, sums);
+      report_progress();
+    }
+    for (auto& [mode, sum] : sums) {
+      auto& [dk, dv] = sum;
+      for (auto* x : {&dk, &dv})
+        for (float& value : *x) value = numerics::bf16_round(value);
+      group.whole[mode].dk.add(dk, dk_truth);
+      group.whole[mode].dv.add(dv, dv_truth);
+    }
+    return group;
+  }
+
+  void run_head(const HeadInputs& inputs, std::map<Mode, Tally>& tallies, std::vector<double>& dk_truth,
+                std::vector<double>& dv_truth,
+                std::map<Mode, std::pair<std::vector<float>, std::vector<float>>>& sums) {
+    const cpu::Reference truth = cpu::reference_attention(inputs.shape, inputs.q.data(), inputs.k.data(),
+                                                          inputs.v.data(), inputs.d_o.data(), options_.threads);
+    accumulate(dk_truth, truth.dk);
+    accumulate(dv_truth, truth.dv);
+    HeadRunner runner(inputs, options_, amax_);
+    for (const Mode mode : options_.modes) {
+      const HeadMode result = runner.run(mode);
+      Tally& tally = tallies[mode];
+      tally.add_rows(inputs.shape, result.diagnostics);
+      tally.o.add(result.o, truth.o);
+      tally.dq.add(result.dq, truth.dq);
+      tally.dk.add(result.dk, truth.dk);
+      tally.dv.add(result.dv, truth.dv);
+      accumulate(sums[mode].first, result.dk);
+      accumulate(sums[mode].second, result.dv);
+    }
+  }
+
+  void report_progress() {
+    const int64_t done = ++done_;
+    if (options_.progress && omp_get_thread_num() == 0)
+      options_.progress(static_cast<double>(done) / static_cast<double>(layer_.batch * layer_.q_heads), "heads");
+  }
+
+  const Layer& layer_;
+  const RunOptions& options_;
+  TensorAmax amax_;
+  std::atomic<int64_t> done_{0};
+};
+
+}  // namespace
+
+void check_options(const Layer& layer, const RunOptions& options) {
+  const bool ablation = std::any_of(options.modes.begin(), options.modes.end(), [](Mode m) { return m > Mode::onepass; });
+  if (options.numerics == Numerics::paper) {
+    if (options.centre == Centre::qk)
+      throw Unsupported("centre: paper numerics centres none or k, got qk (use hopper numerics)");
+    return;
+  }
+  if (ablation) throw Unsupported("ablation: offered in paper numerics only, got hopper");
+  if (layer.head_dim != 64 && layer.head_dim != 128 && layer.head_dim != 256)
+    throw Unsupported("head_dim: hopper numerics takes 64, 128 or 256, got " + std::to_string(layer.head_dim) +
+                      " (paper numerics takes any)");
+}
+
+ProbeResult probe(const Layer& layer, const RunOptions& options) {
+  check_options(layer, options);
+  const std::vector<Group> groups = LayerProbe(layer, options).run();
+  ProbeResult out;
+  std::map<Mode, Tally> whole;
+  const int64_t members = layer.q_heads / layer.kv_heads;
+  for (int64_t head = 0; head < layer.q_heads; ++head) {
+    HeadResult result{head, {}};
+    bool finite = true;
+    std::map<Mode, Tally> own;
+    for (int64_t batch = 0; batch < layer.batch; ++batch) {
+      const Group& group = groups[static_cast<size_t>(batch * layer.kv_heads + head / members)];
+      const auto member = static_cast<size_t>(head % members);
+      finite = finite && group.finite[member];
+      for (const auto& [mode, tally] : group.heads[member]) own[mode].add(tally);
+    }
+    if (!finite) out.nonfinite_heads.push_back(head);
+    for (const Mode mode : options.modes) {
+      const ModeResult& numbers = result.modes[mode] = finite ? own[mode].result() : ModeResult{};
+      if (!finite || !own[mode].used) continue;
+      Tally& total = whole[mode];
+      Tally without_kv = own[mode];
+      without_kv.dk = without_kv.dv = {};  // the layer's dK and dV are those of the summed groups
+      total.add(without_kv);
+      ModeResult& layer_result = out.modes[mode];
+      if (layer_result.worst_head < 0 || numbers.error.dq > layer_result.worst_head_dq) {
+        layer_result.worst_head = head;
+        layer_result.worst_head_dq = numbers.error.dq;
+      }
+    }
+    out.heads.push_back(std::move(result));
+  }
+  for (const Group& group : groups)
+    for (const auto& [mode, tally] : group.whole) {
+      whole[mode].dk.add(tally.dk);
+      whole[mode].dv.add(tally.dv);
+    }
+  for (const Mode mode : options.modes) {
+    ModeResult& result = out.modes[mode];
+    const int64_t worst = result.worst_head;
+    const double worst_dq = result.worst_head_dq;
+    result = whole[mode].result();
+    result.worst_head = worst;
+    result.worst_head_dq = worst_dq;
+  }
+  return out;
+}
+
+}  // namespace dmattn

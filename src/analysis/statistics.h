@@ -1,0 +1,49 @@
+// Quantiles and error sums of the reports.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "analysis/analysis.h"
+
+namespace dmattn {
+
+// Linear interpolation between order statistics, as numpy.quantile does. NaN for no values.
+inline double quantile(std::vector<double> values, double fraction) {
+  if (values.empty()) return kNaN;
+  std::sort(values.begin(), values.end());
+  const double at = fraction * static_cast<double>(values.size() - 1);
+  const auto below = static_cast<size_t>(at);
+  const size_t above = std::min(below + 1, values.size() - 1);
+  return values[below] + (at - static_cast<double>(below)) * (values[above] - values[below]);
+}
+
+inline Statistic statistic(const std::vector<double>& values) {
+  return {quantile(values, 0.5), quantile(values, 0.95), quantile(values, 1.0)};
+}
+
+// Relative Frobenius error, gathered in pieces.
+struct ErrorSum {
+  double difference = 0, reference = 0;
+
+  template <class Mine>
+  void add(const Mine& mine, const std::vector<double>& truth) {
+    for (size_t i = 0; i < truth.size(); ++i) {
+      const double d = static_cast<double>(mine[i]) - truth[i];
+      difference += d * d;
+      reference += truth[i] * truth[i];
+    }
+  }
+  void add(const ErrorSum& other) {
+    difference += other.difference;
+    reference += other.reference;
+  }
+  // 0 / 0 (nothing to get wrong) is 0; NaN if nothing was added.
+  double value() const {
+    if (reference > 0) return std::sqrt(difference / reference);
+    return difference == 0 ? 0.0 : std::numeric_limits<double>::infinity();
+  }
+};
+
+}  // namespace dmattn

@@ -1,0 +1,22 @@
+# Turns the page's pieces into a C++ source: each file a raw string literal. Runs at build time:
+#   cmake -DOUT=report_assets.cpp -DDIR=src/io/report -P embed.cmake
+# The delimiter must not occur in a piece; the build fails if it does.
+set(delimiter DMATTN_ASSET)
+file(GLOB pieces ${DIR}/*.html ${DIR}/*.css ${DIR}/*.js)
+list(SORT pieces)
+set(source "// Made from src/io/report by embed.cmake.\n#include \"io/report_assets.h\"\n\n#include <array>\n\n")
+string(APPEND source "namespace dmattn {\nnamespace {\n\nstruct Asset {\n  std::string_view name, text;\n};\n\n")
+string(APPEND source "constexpr std::array kAssets{\n")
+foreach(piece IN LISTS pieces)
+  get_filename_component(name ${piece} NAME)
+  file(READ ${piece} text)
+  string(FIND "${text}" "${delimiter}" clash)
+  if(NOT clash EQUAL -1)
+    message(FATAL_ERROR "${piece} contains ${delimiter}")
+  endif()
+  string(APPEND source "Asset{\"${name}\", R\"${delimiter}(${text})${delimiter}\"},\n")
+endforeach()
+string(APPEND source "};\n\n}  // namespace\n\nstd::string_view report_asset(std::string_view name) {\n")
+string(APPEND source "  for (const Asset& asset : kAssets) {\n    if (asset.name == name) return asset.text;\n  }\n")
+string(APPEND source "  return {};\n}\n\n}  // namespace dmattn\n")
+file(WRITE ${OUT} "${source}")
