@@ -2,12 +2,12 @@
 
 Both are functional: they read their inputs and return new, contiguous tensors, so they trace, checkpoint and replay
 without side effects. The real kernels run the shared library on CPU tensors; the fake kernels allocate through the
-same functions as the real ones, so sizes, dtypes and strides cannot drift apart. Users call
-:mod:`delta_matching.functional`.
+same functions as the real ones, so sizes, dtypes and strides cannot drift apart. Inductor's cache on disk does not see
+a fake kernel: a change of an output's shape needs another operator name. Users call :mod:`delta_matching.functional`.
 
 Layout, BF16: q, o, d_o, dq ``[batch, q_len, q_heads, head_dim]`` and k, v, dk, dv ``[batch, k_len, kv_heads,
-head_dim]``; with cu_seqlens ``[total, heads, head_dim]``. Row vectors (lse, reference, sum), FP32: ``[batch, q_heads,
-q_len]`` or ``[q_heads, total_q]``.
+head_dim]``; with cu_seqlens ``[total, heads, head_dim]``. Row vectors (lse, reference), FP32: ``[batch, q_heads,
+q_len]`` or ``[q_heads, total_q]``; sum holds two of them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _forward(
         # A padding row sees no key; its statistics are never read, zero keeps them the same in every run.
         out.lse[:, end:].fill_(-torch.inf)
         out.reference[:, end:].zero_()
-        out.sum[:, end:].zero_()
+        out.sum[..., end:].zero_()
     return out.o, out.lse, out.reference, out.sum, out.o_low
 
 

@@ -199,7 +199,7 @@ def test_causal_is_bottom_right_aligned():
     q, k, v = inputs(q_len=3, k_len=5, grad=False)
     o = dm_attn_func(q, k, v, causal=True)
     v2 = v.clone()
-    v2[:, 4] += 1  # only the last query sees the last key
+    v2[:, 4] *= -1  # only the last query sees the last key; the sign leaves the block's scale alone
     changed = (dm_attn_func(q, k, v2, causal=True) != o).flatten(2).any(-1)
     assert changed.tolist() == [[False, False, True]] * 2
 
@@ -218,8 +218,9 @@ def test_one_key():
     o = dm_attn_func(q, k, v)
     assert error(o, v.repeat_interleave(2, 2).expand_as(o)) < 2.0**-4
     o.sum().backward()
-    # With one key there is nothing to choose: S has no gradient, and V has that of O, summed over queries and group.
-    assert not q.grad.any() and not k.grad.any()
+    # With one key there is nothing to choose: S has no gradient but round-off, and V has that of O, summed over queries
+    # and group.
+    assert not q.grad.any() and k.grad.abs().max() < 1e-5
     assert error(v.grad, torch.full_like(v, 8)) < 2.0**-4
 
 
