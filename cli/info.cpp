@@ -47,13 +47,14 @@ std::string info_json() {
 
 std::string info_text() {
   const std::vector<std::string> features = cpu_features();
-  return fmt::format("dmattn {}, numerics version {}\n"
-                     "  backends   cpu (no CUDA backend in this build)\n"
-                     "  cpu        {} threads; {}; inner loops: {}\n"
-                     "  gpus       none looked for\n",
-                     DMATTN_VERSION_STRING, numerics::kNumericsVersion, cpu_threads(),
-                     features.empty() ? "no vector extensions used" : fmt::format("{}", fmt::join(features, ", ")),
-                     cpu::tile_kernels().name);
+  return fmt::format(
+      "dmattn {}, numerics version {}\n"
+      "  backends   cpu (no CUDA backend in this build)\n"
+      "  cpu        {} threads; {}; inner loops: {}\n"
+      "  gpus       none looked for\n",
+      DMATTN_VERSION_STRING, numerics::kNumericsVersion, cpu_threads(),
+      features.empty() ? "no vector extensions used" : fmt::format("{}", fmt::join(features, ", ")),
+      cpu::tile_kernels().name);
 }
 
 }  // namespace

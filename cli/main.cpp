@@ -21,17 +21,27 @@ int complain(const std::string& what) {
   return kBadInput;
 }
 
+// What is wrong with a command line, and whose help to read. CLI11 only says that a subcommand is required.
+std::string fault(const CLI::App& app, const std::vector<Command>& commands, const CLI::ParseError& error) {
+  std::vector<std::string> names;
+  for (const Command& command : commands) {
+    if (command.app->parsed()) {
+      return fmt::format("{} (see dmattn {} --help)", one_line(error.what()), command.app->get_name());
+    }
+    names.push_back(command.app->get_name());
+  }
+  const std::vector<std::string> rest = app.remaining();
+  const std::string what = rest.empty() ? "no command given" : "unknown command or option " + in_quotes(rest.front());
+  return fmt::format("{}: the commands are {} (see dmattn --help)", what, fmt::join(names, ", "));
+}
+
 int parse_and_run(CLI::App& app, const std::vector<Command>& commands, int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& help) {  // --help, --version
     return app.exit(help) == 0 ? kDone : kBadInput;
   } catch (const CLI::ParseError& error) {
-    std::string command = "dmattn";
-    for (const Command& one : commands) {
-      if (one.app->parsed() || *one.app) command += " " + one.app->get_name();
-    }
-    return complain(fmt::format("{} (see {} --help)", one_line(error.what()), command));
+    return complain(fault(app, commands, error));
   }
   for (const Command& command : commands) {
     if (command.app->parsed()) return command.run();

@@ -30,8 +30,8 @@ Mode mode_named(const std::string& text) {
 
 Mode ablation_named(const std::string& text) {
   if (const auto mode = ablation_from_name(text)) return *mode;
-  throw InvalidValue(fmt::format("--ablation: unknown ablation {}: the ablations are {}", in_quotes(text),
-                                 ablation_names()));
+  throw InvalidValue(
+      fmt::format("--ablation: unknown ablation {}: the ablations are {}", in_quotes(text), ablation_names()));
 }
 
 void add_once(std::vector<Mode>& modes, Mode mode) {
@@ -70,15 +70,19 @@ WorkedRow worked_example(RunOptions run, uint64_t seed) {
 CommonOptions::CommonOptions(CLI::App& app, Numerics default_numerics)
     : numerics_(name(default_numerics)), device_("") {
   app.add_option("--numerics", numerics_, "paper (the article's recipe) or hopper (what the kernels compute)")
-      ->type_name("NAME")->capture_default_str();
-  app.add_option("--centre", centre_, "What is centred before the cast: none, k or, in hopper, qk [k in paper, qk in hopper]")
+      ->type_name("NAME")
+      ->capture_default_str();
+  app.add_option("--centre", centre_,
+                 "What is centred before the cast: none, k or, in hopper, qk [k in paper, qk in hopper]")
       ->type_name("NAME");
   add_list(app, "--mode", modes_, "A mode to run, repeatable: " + mode_names() + " [all four]")->type_name("NAME");
   add_list(app, "--ablation", ablations_, "Also run, repeatable, paper numerics only: " + ablation_names())
       ->type_name("NAME");
   app.add_option("--seed", seed_, "Seed of the random inputs")->type_name("N")->check(whole_number(0, UINT64_MAX));
   app.add_option("--threads", threads_, "CPU threads, 0 for all; never changes a number")
-      ->type_name("N")->check(whole_number(0, kMostThreads))->capture_default_str();
+      ->type_name("N")
+      ->check(whole_number(0, kMostThreads))
+      ->capture_default_str();
   app.add_option("--device", device_, "cpu or cuda [the GPU if there is one]")->type_name("NAME");
   app.add_flag("--json", json_, "Print a JSON document in place of the table");
   app.add_option("--html", html_, "Also write a self-contained page with the plots")->type_name("FILE");

@@ -32,11 +32,11 @@ struct ProbeOptions {
 std::string describe(const Layer& layer, const RunOptions& run, const std::string& file) {
   const std::string keys = layer.k_tokens == layer.q_tokens ? "" : fmt::format(", {} keys", layer.k_tokens);
   const std::string batch = layer.batch == 1 ? "" : fmt::format("{} sequences, ", layer.batch);
-  return fmt::format("{}\n  {}{} tokens{}, {} query and {} key heads of dimension {}, softmax scale {:.4g}, {}\n"
-                     "  {} numerics, centred: {}\n",
-                     one_line(in_quotes(file)), batch, layer.q_tokens, keys, layer.q_heads, layer.kv_heads, layer.head_dim,
-                     layer.softmax_scale, layer.causal ? "causal" : "full attention", name(run.numerics),
-                     name(run.centre));
+  return fmt::format(
+      "{}\n  {}{} tokens{}, {} query and {} key heads of dimension {}, softmax scale {:.4g}, {}\n"
+      "  {} numerics, centred: {}\n",
+      one_line(in_quotes(file)), batch, layer.q_tokens, keys, layer.q_heads, layer.kv_heads, layer.head_dim,
+      layer.softmax_scale, layer.causal ? "causal" : "full attention", name(run.numerics), name(run.centre));
 }
 
 std::string mode_table(const ProbeResult& result) {
@@ -82,10 +82,10 @@ std::string head_table(const ProbeResult& result) {
     }
     table.add(row);
   }
-  return fmt::format("\n  Error of dQ by query head{}\n\n{}",
-                     cut ? fmt::format(" (the {} worst of {}; --json has all)", kMostHeadsShown, result.heads.size())
-                         : "",
-                     table.text());
+  return fmt::format(
+      "\n  Error of dQ by query head{}\n\n{}",
+      cut ? fmt::format(" (the {} worst of {}; --json has all)", kMostHeadsShown, result.heads.size()) : "",
+      table.text());
 }
 
 // The sentence that a reader should take away.
@@ -156,12 +156,13 @@ int run_probe(const ProbeOptions& options) {
 Command add_probe(CLI::App& parent) {
   CLI::App* app = parent.add_subcommand("probe", "Measure a real layer: q, k, v, d_o from a safetensors file");
   const auto options = std::make_shared<ProbeOptions>(*app);
-  app->add_option("FILE", options->file,
-                  "Tensors q, d_o [[B,] N, Hq, D] and k, v [[B,] N, Hk, D]; BF16, F16 or F32")
-      ->required()->type_name("");
+  app->add_option("FILE", options->file, "Tensors q, d_o [[B,] N, Hq, D] and k, v [[B,] N, Hk, D]; BF16, F16 or F32")
+      ->required()
+      ->type_name("");
   app->add_flag("--full", options->full, "Full attention [causal]");
   app->add_option("--softmax-scale", options->softmax_scale, "[the file's softmax_scale metadata, else 1/sqrt(D)]")
-      ->type_name("X")->check(positive_number(3.4e38));
+      ->type_name("X")
+      ->check(positive_number(3.4e38));
   app->add_option("--heads", options->heads, "Query heads to measure, such as 0,3,6-11 [all]")->type_name("LIST");
   app->footer(
       "Examples:\n"

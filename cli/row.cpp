@@ -23,9 +23,9 @@ struct RowCommandOptions {
 };
 
 std::string row_text(const RowResult& result, const RunOptions& run) {
-  std::string text = fmt::format(
-      "The last of {} queries, head_dim {}, seed {}; {} numerics, centred: {}\n\n", result.row.tokens,
-      result.row.head_dim, result.row.seed, name(run.numerics), name(run.centre));
+  std::string text =
+      fmt::format("The last of {} queries, head_dim {}, seed {}; {} numerics, centred: {}\n\n", result.row.tokens,
+                  result.row.head_dim, result.row.seed, name(run.numerics), name(run.centre));
   Table table({"mode", "delta", "sum dS > 0", "sum dS < 0", "row sum", "share of sum |dS|"});
   for (const auto& [mode, row] : result.modes) {
     table.add({std::string(name(mode)), fixed(row.delta), fixed(row.sum_positive), fixed(row.sum_negative),
@@ -61,9 +61,13 @@ Command add_row(CLI::App& parent) {
   CLI::App* app = parent.add_subcommand("row", "The worked row: one row of dS under each mode's delta");
   const auto options = std::make_shared<RowCommandOptions>(*app);
   app->add_option("--tokens", options->row.tokens, "Keys of the row")
-      ->type_name("N")->check(whole_number(1, kMostTokens))->capture_default_str();
+      ->type_name("N")
+      ->check(whole_number(1, kMostTokens))
+      ->capture_default_str();
   app->add_option("--head-dim", options->row.head_dim, "Head dimension")
-      ->type_name("D")->check(whole_number(1, kLargestHeadDim))->capture_default_str();
+      ->type_name("D")
+      ->check(whole_number(1, kLargestHeadDim))
+      ->capture_default_str();
   app->footer(
       "Examples:\n"
       "  dmattn row\n"

@@ -5,7 +5,6 @@
 #include <memory>
 #include <optional>
 
-
 #include "command.h"
 #include "core/error.h"
 #include "io/html_report.h"
@@ -56,11 +55,11 @@ SweepOptions sizes(const SweepCommandOptions& options, const std::string& family
     const double share = *options.sink_share;
     sweep.sink_logit = std::log(static_cast<double>(sweep.tokens) * share / (1 - share)) + 0.5;
   }
-  const uint64_t elements = static_cast<uint64_t>(sweep.heads) * static_cast<uint64_t>(sweep.tokens) *
-                            static_cast<uint64_t>(sweep.head_dim);
+  const uint64_t elements =
+      static_cast<uint64_t>(sweep.heads) * static_cast<uint64_t>(sweep.tokens) * static_cast<uint64_t>(sweep.head_dim);
   if (elements > kMostElements) {
-    throw InvalidValue(fmt::format("--heads x --tokens x --head-dim must be at most {}, got {}", kMostElements,
-                                   elements));
+    throw InvalidValue(
+        fmt::format("--heads x --tokens x --head-dim must be at most {}, got {}", kMostElements, elements));
   }
   return sweep;
 }
@@ -141,15 +140,19 @@ Command add_sweep(CLI::App& parent) {
   add_list(*app, "--inputs", o.inputs, "gaussian, outlier or sink, repeatable [gaussian and outlier]")
       ->type_name("NAME");
   add_list(*app, "--spread", o.spreads, "Standard deviation of q, repeatable [1, 2, 4; sink: 1]")
-      ->type_name("X")->check(positive_number(1e4));
+      ->type_name("X")
+      ->check(positive_number(1e4));
   app->add_option("--heads", o.heads, "Heads [4; sink: 2]")->type_name("N")->check(whole_number(1, 64));
   app->add_option("--tokens", o.tokens, "Tokens [512; sink: 2048]")->type_name("N")->check(whole_number(1, 65536));
   app->add_option("--head-dim", o.head_dim, "Head dimension [64; sink: 128]")
-      ->type_name("D")->check(whole_number(1, 4096));
+      ->type_name("D")
+      ->check(whole_number(1, 4096));
   app->add_option("--seeds", o.seeds, "Seeds, from --seed on [6; sink: 8]")
-      ->type_name("N")->check(whole_number(1, 1000));
+      ->type_name("N")
+      ->check(whole_number(1, 1000));
   app->add_option("--sink-share", o.sink_share, "Share of a long row that the sink's key 0 holds [about 0.87]")
-      ->type_name("X")->check(positive_number(0.9999));
+      ->type_name("X")
+      ->check(positive_number(0.9999));
   app->add_flag("--full", o.full, "Full attention [causal]");
   app->footer(
       "Examples:\n"

@@ -233,6 +233,9 @@ class HopperTiles final : public TileSource {
     return d_o.scale_of_row(query_tile * kTile) * kv.v.scale[static_cast<size_t>(key_tile)];
   }
 
+  bool live(int64_t row) const { return row < shape.queries && weight_[static_cast<size_t>(row)] != 0.0f; }
+
+  static constexpr float kNoExponent = -1000.0f;  // below any exponent that matters; 2^(it - 8) is 0
   Mode mode_;
   std::vector<float> weight_, reference_, delta_, weighted_;
 };
@@ -240,23 +243,32 @@ class HopperTiles final : public TileSource {
 float HopperTiles::probabilities(int64_t query_tile, int64_t key_tile, Tile& tile) const {
   const float factor = score_factor(shape, kv, query, query_tile, key_tile);
   tile_scores(*this, query_tile, key_tile, tile.score, tile.bias);
-  float exponent = numerics::negative_infinity();
+  float own[kTile];  // b - c of each row: the exponent its codes had in the forward
+  float exponent = kNoExponent;
   for (int64_t i = 0; i < kTile; ++i) {
     const int64_t row = query_tile * kTile + i;
-    const int n = columns(row, key_tile);
-    if (n == 0 || weight_[static_cast<size_t>(row)] == 0.0f) continue;
+    const int n = live(row) ? columns(row, key_tile) : 0;
+    own[i] = kNoExponent;
+    if (n == 0) continue;
     const float b = numerics::group_reference(tile_kernels().row_max(tile.score + i * kTile, n) * factor);
-    exponent = std::max(exponent, b - reference_[static_cast<size_t>(row)]);  // a NaN row does not take part
+    own[i] = b - reference_[static_cast<size_t>(row)];
+    exponent = std::max(exponent, own[i]);  // a NaN row does not take part
   }
-  if (exponent < -1000.0f) exponent = -1000.0f;  // no row: any exponent will do
+  if (config.exponent_rule == ExponentRule::row) exponent = 0;
+  const bool own_codes = config.exponent_rule == ExponentRule::row_group;
   for (int64_t i = 0; i < kTile; ++i) {
     const int64_t row = query_tile * kTile + i;
-    const bool live = row < shape.queries && weight_[static_cast<size_t>(row)] != 0.0f;
-    const float reference = live ? reference_[static_cast<size_t>(row)] + exponent : 0.0f;
-    tile.row_sum[i] = tile_kernels()
-                          .exp_row(tile.score + i * kTile, factor, kProbabilityExponent - reference,
-                                   live ? columns(row, key_tile) : 0, tile.p + i * kTile, tile.p_code + i * kTile)
-                          .unrounded;
+    const int n = live(row) ? columns(row, key_tile) : 0;
+    const float reference = n > 0 ? reference_[static_cast<size_t>(row)] + (own_codes ? own[i] : exponent) : 0.0f;
+    float* p = tile.p + i * kTile;
+    float* code = tile.p_code + i * kTile;
+    tile.row_sum[i] =
+        tile_kernels().exp_row(tile.score + i * kTile, factor, kProbabilityExponent - reference, n, p, code).unrounded;
+    if (own_codes && n > 0) {  // in the tile's units, as no E4M3 code could hold them
+      const float shift = power_of_two(own[i] - exponent);
+      for (int j = 0; j < kTile; ++j) p[j] *= shift, code[j] *= shift;
+      tile.row_sum[i] *= shift;
+    }
   }
   return exponent;
 }

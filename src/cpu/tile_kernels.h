@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace dmattn::cpu {
 
@@ -42,6 +43,10 @@ struct TileKernels {
   void (*axpy)(const float* x, float factor, int64_t n, float* y);
 };
 
-const TileKernels& tile_kernels();  // the best for this machine; DMATTN_ISA=base|avx2|avx512 overrides
+// The best table for this machine; the environment's DMATTN_ISA=base|avx2|avx512 asks for a lesser one.
+const TileKernels& tile_kernels();
+
+// Every table that this machine can run, the best first: for tests that compare them.
+std::vector<TileKernels> all_tile_kernels();
 
 }  // namespace dmattn::cpu

@@ -19,9 +19,7 @@ using ordered_json = nlohmann::ordered_json;  // documents keep the order in whi
 inline ordered_json number(double value) { return std::isfinite(value) ? ordered_json(value) : ordered_json(nullptr); }
 
 // A float as the shortest decimal that reads back to it, not with the digits of its double.
-inline ordered_json number(float value) {
-  return number(std::strtod(fmt::format("{}", value).c_str(), nullptr));
-}
+inline ordered_json number(float value) { return number(std::strtod(fmt::format("{}", value).c_str(), nullptr)); }
 
 inline ordered_json json_of(const Statistic& statistic) {
   return {{"median", number(statistic.median)}, {"p95", number(statistic.p95)}, {"max", number(statistic.max)}};

@@ -16,13 +16,13 @@ ordered_json head_of_document(const char* schema, const RunOptions& options, con
 // A head's own entry names itself as its worst head, so that both levels read alike.
 ordered_json json_of(const ModeResult& mode) {
   const bool known = mode.worst_head >= 0;
-  return {{"residual", json_of(mode.residual)},
-          {"residual_after_cast", json_of(mode.residual_after_cast)},
-          {"column_sum", number(mode.column_sum)},
-          {"error", json_of(mode.error)},
-          {"worst_head",
-           {{"head", known ? ordered_json(mode.worst_head) : ordered_json(nullptr)},
-            {"dq", number(mode.worst_head_dq)}}}};
+  return {
+      {"residual", json_of(mode.residual)},
+      {"residual_after_cast", json_of(mode.residual_after_cast)},
+      {"column_sum", number(mode.column_sum)},
+      {"error", json_of(mode.error)},
+      {"worst_head",
+       {{"head", known ? ordered_json(mode.worst_head) : ordered_json(nullptr)}, {"dq", number(mode.worst_head_dq)}}}};
 }
 
 ordered_json json_of(const std::map<Mode, ModeResult>& modes) {
@@ -55,7 +55,7 @@ ordered_json input_of(const Layer& layer, const std::string& file) {
 }  // namespace
 
 ordered_json probe_document(const ProbeResult& result, const Layer& layer, const RunOptions& options,
-                       const std::string& file, const std::string& device) {
+                            const std::string& file, const std::string& device) {
   ordered_json document = head_of_document("dmattn.probe/1", options, device);
   document["input"] = input_of(layer, file);
   document["modes"] = json_of(result.modes);
@@ -85,9 +85,8 @@ ordered_json sweep_document(const std::vector<SweepRow>& rows, const RunOptions&
 
 ordered_json row_document(const RowResult& result, const RunOptions& options, const std::string& device) {
   ordered_json document = head_of_document("dmattn.row/1", options, device);
-  document["row"] = {{"tokens", result.row.tokens},
-                     {"head_dim", result.row.head_dim},
-                     {"query", result.row.tokens - 1}};
+  document["row"] = {
+      {"tokens", result.row.tokens}, {"head_dim", result.row.head_dim}, {"query", result.row.tokens - 1}};
   document["modes"] = ordered_json::object();
   for (const auto& [mode, row] : result.modes) {
     document["modes"][std::string(name(mode))] = {{"delta", number(row.delta)},

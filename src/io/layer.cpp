@@ -59,7 +59,8 @@ Shape shape_of(const Archive& archive, const Tensor& tensor) {
   const auto& s = tensor.shape;
   if (s.size() != 3 && s.size() != 4) {
     fail(archive, fmt::format("tensor '{}': shape must be [tokens, heads, head_dim] or [batch, tokens, heads, "
-                              "head_dim], got {}", tensor.name, shown(tensor)));
+                              "head_dim], got {}",
+                              tensor.name, shown(tensor)));
   }
   const std::size_t at = s.size() - 3;
   const Shape shape{at == 0 ? 1 : s[0], s[at], s[at + 1], s[at + 2]};
@@ -133,8 +134,8 @@ Selection select_heads(const Archive& archive, const std::vector<int64_t>& heads
     selection.kv.push_back(kv);
     ++taken[kv];
   }
-  const bool even = std::all_of(taken.begin(), taken.end(),
-                                [&](const auto& entry) { return entry.second == taken.begin()->second; });
+  const bool even =
+      std::all_of(taken.begin(), taken.end(), [&](const auto& entry) { return entry.second == taken.begin()->second; });
   if (even) selection.kv.erase(std::unique(selection.kv.begin(), selection.kv.end()), selection.kv.end());
   return selection;
 }

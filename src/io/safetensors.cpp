@@ -33,12 +33,13 @@ uint64_t little_endian(const std::array<std::byte, kLengthBytes>& bytes) {
 
 void check_header_length(uint64_t length, uint64_t file_bytes, const std::string& origin) {
   if (length > kLongestHeader) {
-    fail(origin, fmt::format("not a safetensors file: header length must be at most {} bytes, got {}", kLongestHeader,
-                             length));
+    fail(origin,
+         fmt::format("not a safetensors file: header length must be at most {} bytes, got {}", kLongestHeader, length));
   }
   if (length > file_bytes - kLengthBytes) {
     fail(origin, fmt::format("truncated or not a safetensors file: header of {} bytes expected, {} bytes follow its "
-                             "length", length, file_bytes - kLengthBytes));
+                             "length",
+                             length, file_bytes - kLengthBytes));
   }
 }
 

@@ -24,8 +24,8 @@ int64_t element_bytes(Dtype dtype);
 struct Tensor {
   std::string name;
   Dtype dtype = Dtype::bf16;
-  std::vector<int64_t> shape;       // their product and its bytes fit an int64_t
-  uint64_t begin = 0, end = 0;      // bytes, counted from the end of the header
+  std::vector<int64_t> shape;   // their product and its bytes fit an int64_t
+  uint64_t begin = 0, end = 0;  // bytes, counted from the end of the header
 };
 
 struct Header {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -19,7 +20,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::size_t kDeepest = 4;       // the format needs three levels: header, tensor, shape
+constexpr std::size_t kDeepest = 4;  // the format needs three levels: header, tensor, shape
 constexpr std::size_t kMostDimensions = 32;
 constexpr uint64_t kLargest = std::numeric_limits<int64_t>::max();
 
@@ -29,16 +30,15 @@ struct DtypeRow {
   int64_t bytes;
 };
 
-constexpr std::array kDtypes{
-    DtypeRow{Dtype::boolean, "BOOL", 1},    DtypeRow{Dtype::u8, "U8", 1},
-    DtypeRow{Dtype::i8, "I8", 1},           DtypeRow{Dtype::f8_e4m3, "F8_E4M3", 1},
-    DtypeRow{Dtype::f8_e5m2, "F8_E5M2", 1}, DtypeRow{Dtype::f8_e8m0, "F8_E8M0", 1},
-    DtypeRow{Dtype::u16, "U16", 2},         DtypeRow{Dtype::i16, "I16", 2},
-    DtypeRow{Dtype::f16, "F16", 2},         DtypeRow{Dtype::bf16, "BF16", 2},
-    DtypeRow{Dtype::u32, "U32", 4},         DtypeRow{Dtype::i32, "I32", 4},
-    DtypeRow{Dtype::f32, "F32", 4},         DtypeRow{Dtype::u64, "U64", 8},
-    DtypeRow{Dtype::i64, "I64", 8},         DtypeRow{Dtype::f64, "F64", 8},
-    DtypeRow{Dtype::c64, "C64", 8}};
+constexpr std::array kDtypes{DtypeRow{Dtype::boolean, "BOOL", 1},    DtypeRow{Dtype::u8, "U8", 1},
+                             DtypeRow{Dtype::i8, "I8", 1},           DtypeRow{Dtype::f8_e4m3, "F8_E4M3", 1},
+                             DtypeRow{Dtype::f8_e5m2, "F8_E5M2", 1}, DtypeRow{Dtype::f8_e8m0, "F8_E8M0", 1},
+                             DtypeRow{Dtype::u16, "U16", 2},         DtypeRow{Dtype::i16, "I16", 2},
+                             DtypeRow{Dtype::f16, "F16", 2},         DtypeRow{Dtype::bf16, "BF16", 2},
+                             DtypeRow{Dtype::u32, "U32", 4},         DtypeRow{Dtype::i32, "I32", 4},
+                             DtypeRow{Dtype::f32, "F32", 4},         DtypeRow{Dtype::u64, "U64", 8},
+                             DtypeRow{Dtype::i64, "I64", 8},         DtypeRow{Dtype::f64, "F64", 8},
+                             DtypeRow{Dtype::c64, "C64", 8}};
 
 const DtypeRow& row_of(Dtype dtype) {
   return *std::find_if(kDtypes.begin(), kDtypes.end(), [&](const DtypeRow& row) { return row.dtype == dtype; });
@@ -108,6 +108,10 @@ json parse_json(std::span<const std::byte> bytes, const std::string& origin) {
   if (bytes.empty() || *text != '{') {
     fail(origin, "not a safetensors file: header must be a JSON object that starts with '{'");
   }
+  // The parser takes a zero byte for the end and would never look at what follows.
+  if (const void* zero = std::memchr(text, 0, bytes.size())) {
+    fail(origin, fmt::format("header is not valid JSON at byte {}", static_cast<const char*>(zero) - text + 1));
+  }
   Watch watch(origin);
   const json::parser_callback_t callback = [&](int, json::parse_event_t event, json& parsed) {
     return watch(event, parsed);
@@ -167,7 +171,8 @@ class Entry {
     const json& value = field("dtype");
     if (!value.is_string()) wrong("dtype must be a string such as \"BF16\", got " + shown(value));
     const auto& text = value.get_ref<const std::string&>();
-    const auto found = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const DtypeRow& row) { return row.name == text; });
+    const auto found =
+        std::find_if(kDtypes.begin(), kDtypes.end(), [&](const DtypeRow& row) { return row.name == text; });
     if (found == kDtypes.end()) wrong(fmt::format("dtype {} is not known", in_quotes(text)));
     return *found;
   }
@@ -209,9 +214,8 @@ class Entry {
       bytes *= factor;
     }
     if (tensor.end - tensor.begin != bytes) {
-      wrong(fmt::format("shape [{}] of {} needs {} bytes, data_offsets [{}, {}] hold {}",
-                        fmt::join(tensor.shape, ", "), row.name, bytes, tensor.begin, tensor.end,
-                        tensor.end - tensor.begin));
+      wrong(fmt::format("shape [{}] of {} needs {} bytes, data_offsets [{}, {}] hold {}", fmt::join(tensor.shape, ", "),
+                        row.name, bytes, tensor.begin, tensor.end, tensor.end - tensor.begin));
     }
   }
 
@@ -224,9 +228,8 @@ class Entry {
 void check_coverage(const Header& header, uint64_t data_bytes, const std::string& origin) {
   std::vector<const Tensor*> order;
   for (const auto& [name, tensor] : header.tensors) order.push_back(&tensor);
-  std::sort(order.begin(), order.end(), [](const Tensor* a, const Tensor* b) {
-    return std::pair(a->begin, a->end) < std::pair(b->begin, b->end);
-  });
+  std::sort(order.begin(), order.end(),
+            [](const Tensor* a, const Tensor* b) { return std::pair(a->begin, a->end) < std::pair(b->begin, b->end); });
   uint64_t covered = 0;
   const Tensor* before = nullptr;
   for (const Tensor* tensor : order) {

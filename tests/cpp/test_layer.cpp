@@ -166,16 +166,17 @@ TEST(Layer, RestoresHeadNumbers) {
 
 TEST(Element, RoundsFloatsToNearestEven) {
   const float infinity = std::numeric_limits<float>::infinity();
-  const auto out = decoded(Dtype::f32, bytes_of<float>({1.0f, 1.00390625f, 1.01171875f, -1.005f, 3.4e38f, infinity,
-                                                        -infinity, 1e-40f, -0.0f}), 9);
+  const auto out = decoded(
+      Dtype::f32,
+      bytes_of<float>({1.0f, 1.00390625f, 1.01171875f, -1.005f, 3.4e38f, infinity, -infinity, 1e-40f, -0.0f}), 9);
   EXPECT_EQ(out[0], 1.0f);
-  EXPECT_EQ(out[1], 1.0f);         // a tie, to even
-  EXPECT_EQ(out[2], 1.015625f);    // a tie, to even
+  EXPECT_EQ(out[1], 1.0f);       // a tie, to even
+  EXPECT_EQ(out[2], 1.015625f);  // a tie, to even
   EXPECT_EQ(out[3], -1.0078125f);
-  EXPECT_EQ(out[4], infinity);     // past the largest BF16
+  EXPECT_EQ(out[4], infinity);  // past the largest BF16
   EXPECT_EQ(out[5], infinity);
   EXPECT_EQ(out[6], -infinity);
-  EXPECT_GT(out[7], 0.0f);         // subnormals stay
+  EXPECT_GT(out[7], 0.0f);  // subnormals stay
   EXPECT_TRUE(std::signbit(out[8]));
   for (const uint32_t nan : {0x7f800001u, 0xffffffffu, 0x7fc00000u, 0x7f80ffffu}) {
     EXPECT_TRUE(std::isnan(decoded(Dtype::f32, bytes_of<uint32_t>({nan}), 1)[0])) << nan;

@@ -72,7 +72,8 @@ TEST(Safetensors, RefusesHeadersThatAreNoJsonObject) {
   for (const char* header : {"{", "{\"t\"}", "{} x", "{\"t\":\x01}", "{\"\xff\":1}", "{\"t\":1e999}", "{\"t\":nan}"}) {
     expect_refused(file_with_header(header, 0), "not valid JSON");
   }
-  expect_refused(file_with_header(std::string("{}\0", 3), 0), "not valid JSON");
+  expect_refused(file_with_header(std::string("{}\0", 3), 0), "not valid JSON at byte 3");
+  expect_refused(file_with_header(std::string("{}\0 anything", 12), 0), "not valid JSON at byte 3");
 }
 
 TEST(Safetensors, RefusesDeepAndEndlessHeadersBeforeTheyCostMemory) {
@@ -125,18 +126,20 @@ TEST(Safetensors, RefusesRangesThatDoNotFit) {
 }
 
 TEST(Safetensors, RefusesShapesWhoseSizeOverflows) {
-  for (const char* shape : {"[4294967296,4294967296]", "[9223372036854775807,2]", "[3,6148914691236517206]",
-                            "[4294967296,4294967296,0]"}) {
+  for (const char* shape :
+       {"[4294967296,4294967296]", "[9223372036854775807,2]", "[3,6148914691236517206]", "[4294967296,4294967296,0]"}) {
     expect_refused(with_entry(std::string(R"({"dtype":"U8","shape":)") + shape + R"(,"data_offsets":[0,4]})"),
                    "must fit 63 bits");
   }
-  expect_refused(with_entry(R"({"dtype":"F64","shape":[1152921504606846976],"data_offsets":[0,4]})"), "must fit 63 bits");
+  expect_refused(with_entry(R"({"dtype":"F64","shape":[1152921504606846976],"data_offsets":[0,4]})"),
+                 "must fit 63 bits");
 }
 
 TEST(Safetensors, RefusesOverlapsHolesAndTails) {
   const auto two = [](const char* a, const char* b, std::size_t data) {
     return file_with_header(std::string(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":)") + a +
-                                R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + b + "}}", data);
+                                R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + b + "}}",
+                            data);
   };
   EXPECT_EQ(refusal(two("[4,8]", "[0,4]", 8)), "");  // the order in the header is free
   expect_refused(two("[0,4]", "[0,4]", 4), "'a' and 'b' overlap");
@@ -174,8 +177,8 @@ TEST(Text, QuotesForeignBytes) {
   EXPECT_EQ(in_quotes("plain \xce\xb4"), "'plain \xce\xb4'");
   EXPECT_EQ(in_quotes("a\nb\x1b[0m"), "'a\\x0ab\\x1b[0m'");
   EXPECT_EQ(in_quotes("\xff\xc0\x80"), "'\\xff\\xc0\\x80'");
-  EXPECT_EQ(in_quotes("\xe2\x82"), "'\\xe2\\x82'");          // cut short
-  EXPECT_EQ(in_quotes("\xc2\x9b"), "'\\xc2\\x9b'");          // C1: a terminal would obey it
+  EXPECT_EQ(in_quotes("\xe2\x82"), "'\\xe2\\x82'");           // cut short
+  EXPECT_EQ(in_quotes("\xc2\x9b"), "'\\xc2\\x9b'");           // C1: a terminal would obey it
   EXPECT_EQ(in_quotes("\xed\xa0\x80"), "'\\xed\\xa0\\x80'");  // a surrogate
   EXPECT_LT(in_quotes(std::string(1'000'000, 'x')).size(), 200u);
   EXPECT_EQ(one_line(" a\r\n\tb  c\n"), "a b c");

@@ -28,7 +28,7 @@ def file_of(tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str] 
 
 
 def layer(dtype: str, lead: list[int], q_heads: int, k_heads: int, head_dim: int) -> dict[str, tuple[str, list[int]]]:
-    q, k = lead + [q_heads, head_dim], lead + [k_heads, head_dim]
+    q, k = [*lead, q_heads, head_dim], [*lead, k_heads, head_dim]
     return {"q": (dtype, q), "k": (dtype, k), "v": (dtype, k), "d_o": (dtype, q)}
 
 

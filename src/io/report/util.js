@@ -26,7 +26,8 @@ function percent(fraction) {
   const value = 100 * fraction, size = Math.abs(value);
   if (size !== 0 && size < 0.01) return scientific(value) + "\u202f%";
   const places = size < 10 ? 2 : size < 100 ? 1 : 0;
-  return minus(size < 1000 ? value.toFixed(places) : Math.round(value).toLocaleString("en").replace(/,/g, "\u202f")) + "\u202f%";
+  return minus(size < 1000 ? value.toFixed(places) : Math.round(value).toLocaleString("en").replace(/,/g, "\u202f")) +
+      "\u202f%";
 }
 
 // An error beside what it is the error of.
@@ -56,13 +57,19 @@ function picture(width, height, label, ...children) {
 // One shape per mode, so that colour is never the only sign.
 function mark(mode, x, y, size, extra = "") {
   const s = size, attributes = {class: `mark ${extra}`};
-  const polygon = (...points) => svg("polygon", {...attributes, points: points.map(([a, b]) => `${x + a},${y + b}`).join(" ")});
+  const polygon = (...points) =>
+      svg("polygon", {...attributes, points: points.map(([a, b]) => `${x + a},${y + b}`).join(" ")});
   switch (mode) {
-    case "stale": return svg("circle", {...attributes, cx: x, cy: y, r: s});
-    case "consistent": return svg("rect", {...attributes, x: x - .9 * s, y: y - .9 * s, width: 1.8 * s, height: 1.8 * s});
-    case "matched": return polygon([0, -1.3 * s], [1.3 * s, 0], [0, 1.3 * s], [-1.3 * s, 0]);
-    case "onepass": return polygon([0, -1.2 * s], [1.15 * s, .9 * s], [-1.15 * s, .9 * s]);
-    default: return polygon([0, 1.2 * s], [1.15 * s, -.9 * s], [-1.15 * s, -.9 * s]);
+    case "stale":
+      return svg("circle", {...attributes, cx: x, cy: y, r: s});
+    case "consistent":
+      return svg("rect", {...attributes, x: x - .9 * s, y: y - .9 * s, width: 1.8 * s, height: 1.8 * s});
+    case "matched":
+      return polygon([0, -1.3 * s], [1.3 * s, 0], [0, 1.3 * s], [-1.3 * s, 0]);
+    case "onepass":
+      return polygon([0, -1.2 * s], [1.15 * s, .9 * s], [-1.15 * s, .9 * s]);
+    default:
+      return polygon([0, 1.2 * s], [1.15 * s, -.9 * s], [-1.15 * s, -.9 * s]);
   }
 }
 
@@ -76,8 +83,14 @@ function decades(values) {
 
 function table(caption, header, rows) {
   const cells = (row) => row.cells.map((text) => html("td", {}, text));
-  return html("table", {class: "numbers"}, html("caption", {}, caption),
-    html("thead", {}, html("tr", {}, ...header.map((text) => html("th", {scope: "col"}, text)))),
-    html("tbody", {}, ...rows.map((row) => html("tr", row.mode ? {class: `mode-${row.mode}`} : {},
-      html("th", {scope: "row"}, ...(row.mode ? [html("i", {class: "key"})] : []), row.name), ...cells(row)))));
+  return html(
+      "table", {class: "numbers"}, html("caption", {}, caption),
+      html("thead", {}, html("tr", {}, ...header.map((text) => html("th", {scope: "col"}, text)))),
+      html(
+          "tbody", {},
+          ...rows.map(
+              (row) => html(
+                  "tr", row.mode ? {class: `mode-${row.mode}`} : {},
+                  html("th", {scope: "row"}, ...(row.mode ? [html("i", {class: "key"})] : []), row.name),
+                  ...cells(row)))));
 }
