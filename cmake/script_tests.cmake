@@ -21,6 +21,9 @@ add_executable(attention_example ${PROJECT_SOURCE_DIR}/examples/c/attention.c)
 set_target_properties(attention_example PROPERTIES C_STANDARD 99 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF)
 target_compile_options(attention_example PRIVATE -Wall -Wextra -Wpedantic -Werror)
 target_link_libraries(attention_example PRIVATE delta_matching m)
+if(DMATTN_SANITIZE)
+  set_target_properties(attention_example PROPERTIES LINKER_LANGUAGE CXX)  # the runtime's C++ half, for the library
+endif()
 add_test(NAME attention_example COMMAND attention_example)
 set_tests_properties(attention_example PROPERTIES ENVIRONMENT "${DMATTN_TEST_ENVIRONMENT}")
 

@@ -24,25 +24,17 @@ from ._checks import Shape
 # Kept alive for the life of the process: the operators vanish with it.
 _OPERATORS = torch.library.Library("delta_matching", "DEF")
 
-# An empty tensor has a null pointer, and a null pointer means "left out" to the library.
-_NOTHING = ctypes.create_string_buffer(64)
-_NOWHERE = ctypes.addressof(_NOTHING)
-
 
 def _rows(tensor: Tensor) -> Tensor:
     """``tensor`` itself if its last dimension is contiguous (any other strides will do, 0 included), else a copy."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def _pointer(tensor: Tensor) -> int:
-    return tensor.data_ptr() or _NOWHERE
-
-
 def _argument(tensor: Tensor) -> _library.TensorArg:
     strides = tensor.stride()
     if len(strides) == 3:
-        return _library.TensorArg(_pointer(tensor), 0, strides[0], strides[1])
-    return _library.TensorArg(_pointer(tensor), strides[0], strides[1], strides[2])
+        return _library.TensorArg(tensor.data_ptr(), 0, strides[0], strides[1])
+    return _library.TensorArg(tensor.data_ptr(), strides[0], strides[1], strides[2])
 
 
 def _problem(
@@ -131,12 +123,12 @@ def _forward(
     q, k, v = _rows(q), _rows(k), _rows(v)
     out = _allocate_forward(q, shape, mode)
     saved = _library.Saved(
-        reference=_pointer(out.reference),
-        sum=_pointer(out.sum),
+        reference=out.reference.data_ptr(),
+        sum=out.sum.data_ptr(),
         o_low=_argument(out.o_low) if mode == "onepass" else _library.TensorArg(),
     )
     args = _library.ForwardArgs(
-        q=_argument(q), k=_argument(k), v=_argument(v), o=_argument(out.o), lse=_pointer(out.lse), saved=saved
+        q=_argument(q), k=_argument(k), v=_argument(v), o=_argument(out.o), lse=out.lse.data_ptr(), saved=saved
     )
     _library.call("forward", problem, ctypes.byref(args))
     end = _end(cu_seqlens_q)
@@ -205,8 +197,8 @@ def _backward(
     reference, sum, o_low = reference.contiguous(), sum.contiguous(), _rows(o_low)
     dq, dk, dv = _allocate_gradient(q, need_dq), _allocate_gradient(k, need_dk), _allocate_gradient(v, need_dv)
     saved = _library.Saved(
-        reference=_pointer(reference),
-        sum=_pointer(sum),
+        reference=reference.data_ptr(),
+        sum=sum.data_ptr(),
         o_low=_argument(o_low) if mode == "onepass" else _library.TensorArg(),
     )
     args = _library.BackwardArgs(

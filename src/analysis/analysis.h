@@ -110,7 +110,8 @@ struct RowResult {
   std::map<Mode, RowMode> modes;
   double split_probability = kNaN, split_gradient = kNaN, split_remainder = kNaN;  // of the stale row sum
   // What the identities need: delta stale - consistent, and the magnitude their tolerance is stated in.
-  double gradient_rounding = kNaN;  // <dO - quantised dO, O in BF16>
+  double gradient_rounding = kNaN;  // <quantised dO - dO, O in BF16>
+  double o_rounding = kNaN;         // <dO, O in FP32 - O in BF16>: what split_remainder should be
   double magnitude = kNaN;          // sum_j P|dP| + sum_k |dO_k O_k|
   std::vector<double> p, p_rounded, d_p, q, d_o;  // of the last query
 };

@@ -54,7 +54,7 @@ struct Tally {
     if (!used) return out;
     out.residual = statistic(residual);
     out.residual_after_cast = statistic(residual_after_cast);
-    out.column_sum = dk_magnitude > 0 ? column / dk_magnitude : kNaN;
+    out.column_sum = !residual.empty() && dk_magnitude > 0 ? column / dk_magnitude : kNaN;
     out.error = {o.value(), dq.value(), dk.value(), dv.value()};
     return out;
   }
@@ -179,13 +179,14 @@ ProbeResult probe(const Layer& layer, const RunOptions& options) {
     if (!finite) out.nonfinite_heads.push_back(head);
     for (const Mode mode : options.modes) {
       const ModeResult& numbers = result.modes[mode] = finite ? own[mode].result() : ModeResult{};
-      if (!finite || !own[mode].used) continue;
+      if (!finite || !own[mode].used) continue;  // nothing was measured
       Tally& total = whole[mode];
       Tally without_kv = own[mode];
       without_kv.dk = without_kv.dv = {};  // the layer's dK and dV are those of the summed groups
       total.add(without_kv);
       ModeResult& layer_result = out.modes[mode];
-      if (layer_result.worst_head < 0 || numbers.error.dq > layer_result.worst_head_dq) {
+      if (std::isfinite(numbers.error.dq) &&
+          (layer_result.worst_head < 0 || numbers.error.dq > layer_result.worst_head_dq)) {
         layer_result.worst_head = head;
         layer_result.worst_head_dq = numbers.error.dq;
       }

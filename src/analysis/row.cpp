@@ -75,18 +75,21 @@ void split(RowResult& out, const HeadInputs& inputs, const std::vector<float>& s
     const double scale = source.kv.v.scale_of_row(static_cast<int64_t>(j));
     for (int64_t c = 0; c < dim; ++c) o[static_cast<size_t>(c)] += out.p_rounded[j] * v[c] * scale;
   }
-  out.split_gradient = out.split_remainder = out.gradient_rounding = out.magnitude = 0;
+  out.split_gradient = out.o_rounding = out.gradient_rounding = out.magnitude = 0;
   for (int64_t c = 0; c < dim; ++c) {
     const auto at = static_cast<size_t>(row * inputs.shape.dim_padded + c);
     const double gradient = inputs.d_o[at], quantised = source.unweighted_d_o(row, c);
     const double o_exact = o[static_cast<size_t>(c)], o_stored = stored[at];
     out.split_gradient += (quantised - gradient) * o_exact;
-    out.split_remainder += gradient * (o_exact - o_stored);
+    out.o_rounding += gradient * (o_exact - o_stored);
     out.gradient_rounding += (quantised - gradient) * o_stored;
     out.magnitude += std::abs(gradient * o_stored);
     out.q.push_back(inputs.q[at]);
     out.d_o.push_back(gradient);
   }
+  double row_sum = 0;
+  for (const double value : stale.ds) row_sum += value;
+  out.split_remainder = row_sum - out.split_probability - out.split_gradient;
   for (size_t j = 0; j < out.p.size(); ++j) out.magnitude += out.p[j] * std::abs(out.d_p[j]);
 }
 

@@ -39,11 +39,7 @@ struct ErrorSum {
     difference += other.difference;
     reference += other.reference;
   }
-  // 0 / 0 (nothing to get wrong) is 0; NaN if nothing was added.
-  double value() const {
-    if (reference > 0) return std::sqrt(difference / reference);
-    return difference == 0 ? 0.0 : std::numeric_limits<double>::infinity();
-  }
+  double value() const { return reference > 0 ? std::sqrt(difference / reference) : kNaN; }  // NaN: no measure
 };
 
 }  // namespace dmattn

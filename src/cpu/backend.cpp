@@ -73,7 +73,7 @@ QueryInputs query_inputs(const Problem& problem, const dmattn_backward_args& arg
   in.o = load(head_view(problem, args.o, sequence, head, true));
   in.query = prepare_query(shape, config, kv, in.q.data());
   const int64_t first = problem.row_vector(sequence, head);
-  if (problem.numerics == Numerics::paper) {
+  if (problem.numerics == Numerics::paper && (problem.mode == Mode::onepass || !args.saved.reference)) {
     // The recipe keeps O in FP32 for onepass, which no saved BF16 pair can hold: run its forward again.
     const Forward again = forward(shape, config, kv, in.query, in.q.data(), problem.mode);
     in.state = {again.reference, again.sum, again.sum_rounded, divide_o(shape, config, again, problem.mode)};

@@ -28,7 +28,7 @@ inline __attribute__((always_inline)) void store(T* p, V v) {
 
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
-constexpr int kRows = 6, kColumns = 4;
+constexpr int kRows = 4, kColumns = 4;
 #elif defined(__AVX__)
 constexpr int kVectorBytes = 32;
 constexpr int kRows = 4, kColumns = 2;

@@ -165,6 +165,44 @@ def test_incoming_gradients():
     assert not any(g.any() for g in grads(lambda o: (o * 0).sum()))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_saved_tensors_are_those_of_the_docs(mode):
+    """docs/python.md lists them with their bytes; q, k, v and o are not copied."""
+    q, k, v = inputs(batch=2, q_len=33, k_len=47)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        o = dm_attn_func(q, k, v, mode=mode)
+    pointers = {x.data_ptr() for x in (q, k, v, o)}
+    shared = [x for x in kept if x.data_ptr() in pointers]
+    assert len(shared) == 4
+    rows = 2 * 4 * 33
+    own = 3 * 4 * rows + (2 * rows * 64 if mode == "onepass" else 0)
+    assert sum(x.nbytes for x in kept) - sum(x.nbytes for x in shared) == own
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes a value on and hands nothing back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+def test_a_gradient_that_is_not_there_is_not_a_zero():
+    q, k, v = inputs(q_len=5)
+    o, lse = dm_attn_func(q, k, v, return_lse=True)
+    (o.sum() + _NoGradient.apply(lse).sum()).backward()
+    assert q.grad.any()
+    only_k = k.detach().requires_grad_()
+    o = dm_attn_func(q.detach(), only_k, v.detach())
+    _NoGradient.apply(o).sum().backward()
+    assert only_k.grad is None
+
+
 def test_gradients_accumulate():
     q, k, v = inputs(q_len=33)
     once = torch.autograd.grad(dm_attn_func(q, k, v).sum(), (q, k, v))

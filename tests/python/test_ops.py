@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing._internal.optests import fake_check
 
-from attention64 import MODES, TOLERANCE, attention64, bf16, error, gradients64, inputs, same_bits
+from attention64 import MODES, TOLERANCE, attention64, bf16, error, inputs, same_bits
 from delta_matching import dm_attn_func
 
 ops = torch.ops.delta_matching
@@ -252,17 +252,37 @@ def test_centre_and_numerics_reach_the_library():
     assert error(results["none"], exact) > 1.5 * error(results["k"], exact)
 
 
-def test_centre_reaches_the_backward():
+OPTIONS = [dict(softmax_scale=0.2), dict(causal=True), dict(centre="none"), dict(numerics="paper")]
+
+
+@pytest.mark.parametrize("options", [*({"mode": mode} for mode in MODES), *OPTIONS], ids=str)
+def test_every_option_reaches_the_backward(options):
+    """The gradients are those of the operator under the same options, and under no other."""
     q, k, v = inputs(q_len=100)
-    shifted = (k.detach() + 4).requires_grad_()
     d_o = bf16(*q.shape)
-    *_, dq, dk, _ = gradients64(q, shifted, v, d_o, False)
-    errors = {}
-    for centre in ("none", "k", "qk"):
-        grads = torch.autograd.grad(dm_attn_func(q, shifted, v, centre=centre), (q, shifted), d_o)
-        errors[centre] = max(error(g, exact) for g, exact in zip(grads, (dq, dk), strict=True))
-    assert errors["k"] < TOLERANCE["dq"] and errors["qk"] < TOLERANCE["dq"]
-    assert errors["none"] > 1.2 * errors["k"]
+    grads = torch.autograd.grad(dm_attn_func(q, k, v, **options), (q, k, v), d_o)
+    default = dict(softmax_scale=None, causal=False, mode="matched", numerics="hopper", centre=None)
+    chosen = {**default, **options}
+    q, k, v = (x.detach() for x in (q, k, v))
+    o, _, *saved = ops.forward(q, k, v, None, None, 0, 0, *chosen.values())
+
+    def backward(*values):
+        return ops.backward(d_o, q, k, v, o, *saved, None, None, *values, True, True, True)
+
+    assert all(same_bits(a, b) for a, b in zip(grads, backward(*chosen.values()), strict=True))
+    if chosen != default:
+        assert not all(same_bits(a, b) for a, b in zip(grads, backward(*default.values()), strict=True))
+
+
+def test_o_low_reaches_the_backward():
+    q, k, v = inputs(q_len=100)
+    d_o = bf16(*q.shape)
+    options = (None, True, "onepass", "hopper", None)
+    o, _, reference, sums, o_low = ops.forward(q.detach(), k.detach(), v.detach(), None, None, 0, 0, *options)
+    grads = torch.autograd.grad(dm_attn_func(q, k, v, causal=True, mode="onepass"), (q, k, v), d_o)
+    for low, same in ((o_low, True), (torch.zeros_like(o_low), False)):
+        result = ops.backward(d_o, q, k, v, o, reference, sums, low, None, None, *options, True, True, True)
+        assert same_bits(grads[0], result[0]) == same
 
 
 def test_the_gil_is_released():

@@ -5,14 +5,29 @@ NumPy's float32 operators are IEEE, round to nearest even, and do not flush; onl
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 F32 = np.float32
 LOG2E = F32(1.44269504088896340736)
 LN2 = F32(0.69314718055994530942)
 E4M3_MAX = 448.0
+BF16_NAN = np.uint16(0x7FC0)
 
 
+def ieee(function):
+    """Infinities, NaN and underflow are results like any other: no warnings."""
+
+    @functools.wraps(function)
+    def silent(*args, **kwargs):
+        with np.errstate(all="ignore"):
+            return function(*args, **kwargs)
+
+    return silent
+
+
+@ieee
 def fma(a, b, c):
     """a * b + c in FP32 with one rounding.
 
@@ -21,18 +36,17 @@ def fma(a, b, c):
     """
     product = np.asarray(a, F32).astype(np.float64) * np.asarray(b, F32).astype(np.float64)
     addend = np.asarray(c, F32).astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        total = product + addend
-        back = total - product
-        lost = (product - (total - back)) + (addend - back)  # exact (Knuth's two-sum); NaN beside infinities
+    total = product + addend
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)  # exact (Knuth's two-sum); NaN beside infinities
     bits = np.ascontiguousarray(total).view(np.int64).copy()
     inexact = (lost != 0) & np.isfinite(lost) & ((bits & 1) == 0)
     outward = (lost > 0) == (total > 0)
     bits += np.where(inexact, np.where(outward, 1, -1), 0)
-    with np.errstate(over="ignore", under="ignore"):
-        return bits.view(np.float64).astype(F32)
+    return bits.view(np.float64).astype(F32)
 
 
+@ieee
 def ascending_sum(values):
     """FP32 sum over the first axis, in ascending order from zero."""
     total = np.zeros(values.shape[1:], F32)
@@ -42,16 +56,17 @@ def ascending_sum(values):
 
 
 def to_bf16(x):
-    """FP32 to BF16 bits, nearest even; NaN becomes 0x7fff."""
+    """FP32 to BF16 bits, nearest even; every NaN becomes BF16_NAN."""
     bits = np.ascontiguousarray(x, F32).view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+    return np.where(np.isnan(x), BF16_NAN, rounded)
 
 
 def from_bf16(bits):
     return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(F32)
 
 
+@ieee
 def e4m3(x):
     """Nearest E4M3 number, ties to even, saturating at 448; as FP32 values. NaN stays NaN."""
     x = np.asarray(x, F32)
@@ -79,6 +94,7 @@ _EXP2 = [
 ]
 
 
+@ieee
 def exp2(y):
     """2^y in FP32 by the polynomial: integers are exact, arguments below -126 give 0, above 127 give 2^127."""
     y = np.asarray(y, F32)
@@ -88,8 +104,7 @@ def exp2(y):
     p = np.full(y.shape, _EXP2[0], F32)
     for coefficient in _EXP2[1:]:
         p = fma(p, r, F32(coefficient))
-    with np.errstate(under="ignore"):
-        result = np.ldexp(p, n.astype(np.int32))
+    result = np.ldexp(p, n.astype(np.int32))
     return np.where(np.isnan(y), F32(np.nan), np.where(y < -126, F32(0), result))
 
 
@@ -98,6 +113,7 @@ def power_of_two(exponent):
     return exp2(exponent)
 
 
+@ieee
 def dot(a, b):
     """Row-wise <a, b> in FP32: lanes of 8 channels, fma ascending from zero; lanes added in a butterfly, far half
     first."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arithmetic import F32, LN2, LOG2E, ascending_sum, dot, e4m3, exp2, fma, from_bf16, power_of_two, to_bf16
+from .arithmetic import F32, LN2, LOG2E, ascending_sum, dot, e4m3, exp2, fma, from_bf16, ieee, power_of_two, to_bf16
 from .quantise import AMAX_FLOOR, K_ROWS, Q_ROWS, bias_weights, operands, quantise
 from .tensor_core import product
 
@@ -19,15 +19,14 @@ class Scores(NamedTuple):
     """S of one head in units of the accumulator, and what turns it into log2 units."""
 
     acc: np.ndarray  # [queries, keys]
-    factor: np.ndarray  # [queries, keys]
+    factor: np.ndarray  # [queries, keys], the same for a row's 64 keys
     visible: np.ndarray  # [queries, keys]
 
     def group(self, rows, keys):
-        """(acc, factor, visible, b) of a tile; b is -infinity for a row that sees none of the keys."""
+        """(acc, factor, visible, b) of a group of 64 keys; b is -infinity for a row that sees none of them."""
         acc, factor, visible = (x[rows, keys] for x in self)
-        x = np.where(visible, acc * factor, -np.inf).astype(F32)
-        nan = np.isnan(np.where(visible, x, 0)).any(axis=1)
-        return acc, factor, visible, np.where(nan, F32(np.nan), np.ceil(x.max(axis=1, initial=-np.inf))).astype(F32)
+        largest = np.where(visible, acc, -np.inf).astype(F32).max(axis=1, initial=-np.inf)  # NaN if one is
+        return acc, factor, visible, np.ceil(np.where(np.isneginf(largest), largest, largest * factor[:, 0]))
 
 
 def scores(ops, softmax_scale, causal):
@@ -47,8 +46,7 @@ def scores(ops, softmax_scale, causal):
 def probabilities(acc, factor, visible, reference):
     """(2^8 p, its codes) with p relative to `reference`, an integer per row."""
     reference = np.where(np.isneginf(reference), F32(0), reference)  # sees nothing: any will do
-    with np.errstate(over="ignore", invalid="ignore"):
-        p = exp2(fma(acc, factor, (SHIFT - reference)[:, None]))
+    p = exp2(fma(acc, factor, (SHIFT - reference)[:, None]))
     p = np.where(visible, p, F32(0))
     return p, e4m3(p)
 
@@ -56,33 +54,31 @@ def probabilities(acc, factor, visible, reference):
 class Forward(NamedTuple):
     o: np.ndarray  # BF16 bits
     o_low: np.ndarray  # BF16 bits of O - bf16(O)
-    o_fp32: np.ndarray
     lse: np.ndarray
     reference: np.ndarray  # M
     sums: np.ndarray  # [2, rows]: unrounded, rounded
-    codes: np.ndarray  # of P, [queries, keys], each relative to its group's b
 
 
+@ieee
 def forward(q, k, v, *, softmax_scale, causal, centre="qk"):
     ops = operands(q, k, v, centre)
     s = scores(ops, softmax_scale, causal)
     queries, keys = s.acc.shape
     o, sums = np.zeros(q.shape, F32), np.zeros((2, queries), F32)
-    m, all_codes = np.full(queries, -np.inf, F32), np.zeros((queries, keys), F32)
+    m = np.full(queries, -np.inf, F32)
     for group, v_scale in enumerate(ops.v.scale):
         span = slice(group * TILE, min((group + 1) * TILE, keys))
         acc, factor, visible, b = s.group(slice(None), span)
         p, codes = probabilities(acc, factor, visible, b)
-        all_codes[:, span] = codes
-        m_old, m = m, np.maximum(m, b)
-        with np.errstate(invalid="ignore"):
-            old, new = (power_of_two(np.where(np.isneginf(x), -np.inf, x - m)) for x in (m_old, b))
-            # The order of the sum of p is not part of the contract: FP64, rounded once.
-            for index, x in enumerate((p.astype(np.float64).sum(axis=1).astype(F32), codes.sum(axis=1))):
-                sums[index] = sums[index] * old + x * new
-            t = product(pad(codes), pad(ops.v.codes[span].T))
-            o = fma(t, (v_scale * new)[:, None], o * old[:, None])
-    return finish(q, ops, softmax_scale, o, m, sums, all_codes)
+        seen = ~np.isneginf(b)  # the others keep what they have
+        m_old, m = m, np.where((b > m) | np.isnan(b), b, m)
+        old, new = (power_of_two(np.where(seen, x - m, 0)) for x in (m_old, b))
+        # The order of the sum of p is not part of the contract: FP64, rounded once.
+        for index, x in enumerate((p.astype(np.float64).sum(axis=1).astype(F32), codes.sum(axis=1))):
+            sums[index] = np.where(seen, sums[index] * old + x * new, sums[index])
+        t = product(pad(codes), pad(ops.v.codes[span].T))
+        o = np.where(seen[:, None], fma(t, (v_scale * new)[:, None], o * old[:, None]), o)
+    return finish(q, ops, softmax_scale, o, m, sums)
 
 
 def pad(x):
@@ -90,16 +86,15 @@ def pad(x):
     return np.pad(x, ((0, 0), (0, -x.shape[1] % 32)))
 
 
-def finish(q, ops, softmax_scale, o, m, sums, codes):
+def finish(q, ops, softmax_scale, o, m, sums):
     empty = np.isneginf(m)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        o = np.where((sums[1] == 0)[:, None], F32(0), o * (F32(1) / sums[1])[:, None])
-        sums = sums * F32(2.0**-8)
-        centre = F32(softmax_scale) * dot(q, np.broadcast_to(ops.k_mean, q.shape))
-        lse = np.where(empty, F32(-np.inf), fma(np.where(empty, 0, m), LN2, np.log(sums[0])) + centre)
+    o = np.where((sums[1] == 0)[:, None], F32(0), o * (F32(1) / sums[1])[:, None])
+    sums = sums * F32(2.0**-8)
+    centre = F32(softmax_scale) * dot(q, np.broadcast_to(ops.k_mean, q.shape))
+    lse = np.where(empty, F32(-np.inf), fma(np.where(empty, 0, m), LN2, np.log(sums[0])) + centre)
     high = to_bf16(o)
     low = to_bf16(o - from_bf16(high))
-    return Forward(high, low, o, lse, m, sums, codes)
+    return Forward(high, low, lse, m, sums)
 
 
 class RowStatistics(NamedTuple):
@@ -116,7 +111,7 @@ def row_statistics(reference, sums, mode):
     exponent = np.where(fraction == 0.5, exponent - 1, exponent)  # smallest power of two >= total
     power = np.ldexp(F32(1), exponent)
     w = np.where(empty, F32(0), power / total)
-    w_dv = np.where(empty | (sums[1] == 0), F32(0), power / np.where(sums[1] == 0, F32(1), sums[1]))
+    w_dv = np.where(empty, F32(0), power / sums[1])
     return RowStatistics(w, w_dv, np.where(empty, F32(0), reference + exponent.astype(F32)))
 
 
@@ -125,9 +120,7 @@ class Backward(NamedTuple):
     dk: np.ndarray
     dv: np.ndarray
     delta: np.ndarray  # true delta
-    ds_codes: np.ndarray
-    p_codes: np.ndarray
-    row_sum: np.ndarray  # of dS before its cast, and of its magnitudes, in FP64
+    delta_size: np.ndarray  # matched: sum P |dP| / sum P, what the order of its sums acts on; else 0
 
 
 class Tile(NamedTuple):
@@ -148,10 +141,11 @@ def tiles(s, stats, d_hat, v8, mode):
         for key in range(0, keys, TILE):
             span = slice(key, min(key + TILE, keys))
             acc, factor, visible, b = s.group(rows, span)
+            visible = visible & (stats.w[rows] != 0)[:, None]
             if not visible.any():
                 continue
             c = stats.c[rows]
-            e = F32(np.max(np.where(np.isneginf(b), -np.inf, b - c)))
+            e = F32(np.max(np.where(visible.any(axis=1), b - c, -np.inf)))
             p, codes = probabilities(acc, factor, visible, c + e)
             p = (codes if mode == "onepass" else p) * power_of_two(e - SHIFT)
             t = product(d_hat.codes[rows], v8.codes[span])
@@ -168,14 +162,16 @@ def shortcut_delta(mode, d, d_hat, o, o_low):
 
 
 def matched_delta(rows, tile_list):
-    """delta' of matched; the order of these sums is not part of the contract: FP64, rounded once."""
-    above, below = np.zeros(rows), np.zeros(rows)
+    """delta' of matched, and the same with |dP'|. The order of these sums is not part of the contract: FP64, rounded
+    once."""
+    above, size, below = np.zeros(rows), np.zeros(rows), np.zeros(rows)
     for tile in tile_list:
-        p = tile.p.astype(np.float64)
-        above[tile.rows] += (p * (tile.t * tile.dp_scale)).sum(axis=1)
+        p, dp = tile.p.astype(np.float64), tile.t * tile.dp_scale
+        above[tile.rows] += (p * dp).sum(axis=1)
+        size[tile.rows] += (p * np.abs(dp)).sum(axis=1)
         below[tile.rows] += p.sum(axis=1)
-    with np.errstate(invalid="ignore"):
-        return np.where(below == 0, 0, above / np.where(below == 0, 1, below)).astype(F32)
+    below = np.where(below == 0, 1, below)
+    return (above / below).astype(F32), size / below
 
 
 def cast_tile(ds):
@@ -189,6 +185,7 @@ def cast_tile(ds):
     return e4m3(np.ldexp(ds, -exponent)), F32(np.ldexp(1.0, exponent))
 
 
+@ieee
 def backward(q, k, v, d_o, o, o_low, reference, sums, *, mode, softmax_scale, causal, centre="qk", delta=None):
     """`delta` replaces the mode's own true delta."""
     ops = operands(q, k, v, centre)
@@ -198,40 +195,32 @@ def backward(q, k, v, d_o, o, o_low, reference, sums, *, mode, softmax_scale, ca
     d_hat = quantise(d, Q_ROWS)
     d_dv = quantise(stats.w_dv[:, None] * d_o, Q_ROWS)
     tile_list = list(tiles(s, stats, d_hat, ops.v, mode))
-    empty = stats.w == 0
+    size = np.zeros(q.shape[0])
     if delta is not None:
         delta_prime = delta * stats.w
     elif mode == "matched":
-        delta_prime = matched_delta(q.shape[0], tile_list)
+        delta_prime, size = matched_delta(q.shape[0], tile_list)
     else:
         delta_prime = shortcut_delta(mode, d, d_hat, o, o_low)
-    true_delta = np.where(empty, F32(0), delta_prime / np.where(empty, F32(1), stats.w))
 
     dq, dk, dv = (np.zeros(x.shape, F32) for x in (q, k, v))
-    ds_codes, p_codes = np.zeros(s.acc.shape, F32), np.zeros(s.acc.shape, F32)
-    row_sum = np.zeros((2, q.shape[0]))
     for tile in tile_list:
         rows, keys, block = tile.rows, tile.keys, tile.rows.start // Q_ROWS
-        ds = tile.p * fma(tile.t, tile.dp_scale, -delta_prime[rows][:, None])
-        codes, scale = cast_tile(ds)
-        p_scale = power_of_two(tile.exponent - SHIFT)
+        codes, scale = cast_tile(tile.p * fma(tile.t, tile.dp_scale, -delta_prime[rows][:, None]))
         t = product(pad(tile.codes.T), pad(d_dv.codes[rows].T))
-        dv[keys] = fma(t, p_scale * d_dv.scale[block], dv[keys])
+        dv[keys] = fma(t, power_of_two(tile.exponent - SHIFT) * d_dv.scale[block], dv[keys])
         t = product(pad(codes.T), pad(ops.qt.codes[rows].T))
         dk[keys] = fma(t, scale * ops.qt.scale[block], dk[keys])
         t = product(pad(codes), pad(ops.k.codes[keys].T))
         dq[rows] = fma(t, scale * ops.k.scale[keys.start // K_ROWS], dq[rows])
-        ds_codes[rows, keys], p_codes[rows, keys] = codes, tile.codes
-        row_sum[0, rows] += ds.astype(np.float64).sum(axis=1)
-        row_sum[1, rows] += np.abs(ds).astype(np.float64).sum(axis=1)
-    return Backward(dq, dk, dv, true_delta, ds_codes, p_codes, row_sum)
+    w = np.where(stats.w == 0, F32(1), stats.w)
+    return Backward(dq, dk, dv, np.where(stats.w == 0, F32(0), delta_prime / w), size / w)
 
 
-def to_output(gradient, softmax_scale=None):
-    """BF16 bits; dQ and dK are multiplied by softmax_scale first."""
-    return to_bf16(gradient if softmax_scale is None else gradient * F32(softmax_scale))
-
-
-def group_sum(parts):
-    """dK or dV of a KV head from those of its query heads."""
-    return ascending_sum(np.array(parts, F32))
+@ieee
+def outputs(heads, softmax_scale):
+    """BF16 bits of dQ of each query head, and of dK and dV of their KV head. dQ and dK are multiplied by softmax_scale
+    head by head; then the heads are added in ascending order from zero."""
+    scale = F32(softmax_scale)
+    dk, dv = (ascending_sum(np.array(x, F32)) for x in ([h.dk * scale for h in heads], [h.dv for h in heads]))
+    return [to_bf16(h.dq * scale) for h in heads], to_bf16(dk), to_bf16(dv)

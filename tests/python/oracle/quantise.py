@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arithmetic import E4M3_MAX, F32, ascending_sum, e4m3, fma, from_bf16, to_bf16
+from .arithmetic import E4M3_MAX, F32, ascending_sum, e4m3, fma, from_bf16, ieee, to_bf16
 
 Q_ROWS, K_ROWS = 128, 64
 AMAX_FLOOR = F32(2.0**-110)
@@ -33,6 +33,7 @@ def scale_of(amax, never_zero=False):
     return F32(amax / F32(E4M3_MAX)), F32(F32(E4M3_MAX) / amax)
 
 
+@ieee
 def quantise(x, block, raise_by=None, never_zero=False):
     """`raise_by(block index, scale)`: exponent by which a block's scale rises (the guard of the bias)."""
     codes, scales = np.zeros(x.shape, F32), []
@@ -41,13 +42,13 @@ def quantise(x, block, raise_by=None, never_zero=False):
         scale, inverse = scale_of(np.abs(part).max(), never_zero)
         if raise_by is not None:
             exponent = raise_by(index, scale)
-            scale, inverse = F32(np.ldexp(scale, exponent)), F32(np.ldexp(inverse, -exponent))
-        with np.errstate(invalid="ignore"):
-            codes[start : start + block] = e4m3(part * inverse)
+            scale, inverse = np.ldexp(scale, exponent), np.ldexp(inverse, -exponent)
+        codes[start : start + block] = e4m3(part * inverse)
         scales.append(scale)
     return Quantised(codes, np.array(scales, F32))
 
 
+@ieee
 def mean(x):
     """Mean over the rows: sums of 64 rows, added up in order, and one division."""
     partial = [ascending_sum(x[start : start + 64]) for start in range(0, x.shape[0], 64)]
@@ -70,11 +71,11 @@ def bias_dot(mu, k_centred):
 
 
 def guard_exponent(dot, q_scale, k_scale):
-    """Smallest exponent for which every key's bias fits; `k_scale` per key."""
-    keys = dot != 0
-    if not keys.any() or not np.isfinite(q_scale):
+    """Smallest exponent for which every key's bias fits; `k_scale` per key, keys of scale 0 (or NaN) have none."""
+    keys = k_scale > 0
+    need = (np.abs(dot[keys]).astype(np.float64) / (k_scale[keys].astype(np.float64) * CAPACITY)).max(initial=0)
+    if not np.isfinite(need) or not np.isfinite(q_scale):
         return 0
-    need = (np.abs(dot[keys]).astype(np.float64) / (k_scale[keys].astype(np.float64) * CAPACITY)).max()
     exponent, scale = 0, np.float64(q_scale)
     while need > scale * 2.0**exponent:
         exponent += 1
@@ -84,8 +85,7 @@ def guard_exponent(dot, q_scale, k_scale):
 def bias_codes(dot, q_scale, k_scale):
     """K side of the bias step, [keys, 32]; `k_scale` per key."""
     unit = q_scale * k_scale
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        rest = np.where(unit < F32(2.0**-126), F32(0), dot / unit)
+    rest = np.where(unit < F32(2.0**-126), F32(0), dot / unit)
     slots = np.zeros((dot.shape[0], 32), F32)
     for s in range(SLOTS):
         slots[:, s] = e4m3(rest / SLOT_WEIGHT)
@@ -111,6 +111,7 @@ class Operands(NamedTuple):
     bias: list  # per 128-row block the codes of its bias step, or None
 
 
+@ieee
 def operands(q, k, v, centre):
     k_mean = mean(k) if centre in ("k", "qk") else np.zeros(k.shape[1], F32)
     k_centred = k - k_mean
@@ -123,5 +124,8 @@ def operands(q, k, v, centre):
     of_block = [dots[index * Q_ROWS // rows] for index in range(len(qt.scale))]
     q_centred = q - np.repeat(means, rows, axis=0)[: q.shape[0]]
     q8 = quantise(q_centred, Q_ROWS, lambda index, scale: guard_exponent(of_block[index], scale, k_scale), True)
+    for index, dot in enumerate(of_block):
+        if not np.isfinite(dot[k_scale > 0]).all():  # a bias that FP32 cannot hold
+            q8.scale[index] = np.nan
     bias = [bias_codes(dot, scale, k_scale) for dot, scale in zip(of_block, q8.scale, strict=True)]
     return Operands(q8, k8, v8, qt, k_mean, bias)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .arithmetic import ieee
+
 STEP = 32
 FRACTION = 13
 _NEVER = -100000  # exponent of a term that takes no part
@@ -30,14 +32,14 @@ def one_step(accumulator, a, b):
     return np.trunc(total / surplus) * surplus * unit + 0.0  # + 0.0: a zero is positive
 
 
+@ieee
 def product(a, b, extra=None):
     """a [M, K] b [N, K]^T of E4M3 numbers, from zero, K in ascending steps of 32; FP32. `extra` is a pair of operands
     that come after, one more step."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     total = np.zeros((a.shape[0], b.shape[0]))
-    with np.errstate(invalid="ignore"):
-        for k in range(0, a.shape[1], STEP):
-            total = one_step(total, a[:, k : k + STEP], b[:, k : k + STEP])
-        if extra is not None:
-            total = one_step(total, *(np.asarray(x, np.float64) for x in extra))
+    for k in range(0, a.shape[1], STEP):
+        total = one_step(total, a[:, k : k + STEP], b[:, k : k + STEP])
+    if extra is not None:
+        total = one_step(total, *(np.asarray(x, np.float64) for x in extra))
     return total.astype(np.float32)
