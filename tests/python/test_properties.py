@@ -39,14 +39,17 @@ def test_close_to_float64_and_clean(seed, batch, q_len, k_len, heads, kind, mode
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     for value in (o, dq, dk, dv):
         assert value.isfinite().all()
-    # A few rows or channels average nothing out, and dQ and dK of a row with few keys are differences that cancel:
-    # twice the tolerance of a large problem, with the size of the terms, not of what is left of them, as the measure.
-    assert error(o, exact_o) < 2 * TOLERANCE["o"]
-    assert error(dv, exact[2]) < 2 * TOLERANCE["dv"]
-    if head_dim > 1:
-        terms = d_o.double().norm() * v.double().norm() / max(1, head_dim) ** 0.5
-        for value, expected in ((dq, exact[0]), (dk, exact[1])):
-            assert (value.double() - expected).norm() <= 2 * TOLERANCE["dq"] * (expected.norm() + 0.1 * terms)
+    # A few rows, keys or channels average nothing out, and every gradient is a sum that may cancel: twice the tolerance
+    # of a large problem, and the size of the terms beside that of what is left of them as the measure.
+    d_o, v = d_o.double(), v.detach().double()
+    weighted = d_o.norm() * v.norm() / head_dim**0.5
+    terms = {"o": 0.3 * o.numel() ** 0.5, "dv": 0.5 * d_o.norm(), "dq": 0.1 * weighted, "dk": 0.1 * weighted}
+    if head_dim == 1:
+        del terms["dq"], terms["dk"]  # S itself is one product then, and its rounding is anything relative to it
+    results = {"o": (o, exact_o)} | dict(zip(("dq", "dk", "dv"), zip((dq, dk, dv), exact, strict=True), strict=True))
+    for name, size in terms.items():
+        value, expected = results[name]
+        assert (value.double() - expected).norm() <= 2 * TOLERANCE[name] * (expected.norm() + size), name
 
 
 @given(seeds, st.lists(st.tuples(lengths, lengths), max_size=4), heads, kinds, modes, st.booleans(), st.integers(0, 5))

@@ -52,6 +52,16 @@ def _means(q, k, v, d_o, draw):
     k *= 5
 
 
+def _edge(size):
+    """A mean of such a size that the guard's decision hangs on its last slot; it shows in the small values of q."""
+
+    def change(q, k, v, d_o, draw):
+        q *= 2.0 ** draw.uniform(-16, 0, q.shape)
+        q += size * draw.standard_normal((1, q.shape[1]))
+
+    return change
+
+
 def _outliers(q, k, v, d_o, draw):
     v[:, :2] *= 8
     d_o *= np.exp(draw.standard_normal((d_o.shape[0], 1)))
@@ -77,6 +87,8 @@ CHANGES = {
     "448 and powers of two": _powers,
     "constant q": _constant,
     "large means": _means,
+    "bias just fits": _edge(2.5),  # 11 slots would not hold it (120 queries, 150 keys, first seed)
+    "bias just does not": _edge(5.5),  # 13 would
     "equal keys": lambda q, k, v, d_o, draw: k.__setitem__(slice(None), k[:1]),
     "outliers": _outliers,
     "q and k huge": _scaled(q=60, k=60),
