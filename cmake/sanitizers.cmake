@@ -37,5 +37,6 @@ if(DMATTN_SANITIZE MATCHES "thread")
        "TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1")
 elseif(DMATTN_SANITIZE MATCHES "address")
   list(APPEND DMATTN_TEST_ENVIRONMENT "ASAN_OPTIONS=strict_string_checks=1:detect_stack_use_after_return=1"
-       UBSAN_OPTIONS=print_stacktrace=1)
+       UBSAN_OPTIONS=print_stacktrace=1
+       LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/asan/leaks.supp:print_suppressions=0)
 endif()

@@ -172,7 +172,7 @@ DMATTN_API dmattn_status dmattn_delta(const dmattn_problem *problem, const dmatt
 
 DMATTN_API dmattn_status dmattn_quantise(const dmattn_problem *problem, const dmattn_quantise_args *args);
 
-/* FP64 attention (docs/numerics.md, "reference"): O, lse and, where d_o is given, the gradients, written as
+/* FP64 attention (docs/numerics.md, "reference"): O, lse and, the gradients that are asked for (they need d_o), written as
  * contiguous doubles in the layouts above. Outputs may be NULL. Reads BF16 inputs; any head_dim. */
 typedef struct dmattn_reference_args {
   size_t struct_size; /* sizeof(dmattn_reference_args) */

@@ -238,15 +238,17 @@ void reference(const Problem& problem, const dmattn_reference_args& args) {
     const std::vector<float> k = load(head_view(problem, args.k, sequence, kv_head, false));
     const std::vector<float> v = load(head_view(problem, args.v, sequence, kv_head, false));
     const int64_t first_head = kv_head * problem.group();
+    const bool gradients = args.dq != nullptr || args.dk != nullptr || args.dv != nullptr;
     for (int64_t head = first_head; head < first_head + problem.group(); ++head) {
       const std::vector<float> q = load(head_view(problem, args.q, sequence, head, true));
-      std::vector<float> d_o;
-      if (args.d_o.data) d_o = load(head_view(problem, args.d_o, sequence, head, true));
-      const Reference truth = reference_attention(shape, q.data(), k.data(), v.data(),
-                                                  args.d_o.data ? d_o.data() : nullptr, problem.threads);
+      const std::vector<float> d_o = load(head_view(problem, gradients ? args.d_o : args.q, sequence, head, true));
+      static constexpr float kNoRows = 0;  // a gradient without rows is still a gradient, and its pointer may be null
+      const Reference truth =
+          reference_attention(shape, q.data(), k.data(), v.data(),
+                              gradients ? (d_o.empty() ? &kNoRows : d_o.data()) : nullptr, problem.threads);
       write_rows(problem, truth.o, sequence, head, true, false, args.o);
       if (args.lse) std::copy(truth.lse.begin(), truth.lse.end(), args.lse + problem.row_vector(sequence, head));
-      if (!args.d_o.data) continue;
+      if (!gradients) continue;
       write_rows(problem, truth.dq, sequence, head, true, false, args.dq);
       write_rows(problem, truth.dk, sequence, kv_head, false, head > first_head, args.dk);
       write_rows(problem, truth.dv, sequence, kv_head, false, head > first_head, args.dv);

@@ -31,7 +31,7 @@ DMATTN_HD uint8_t e4m3_code_of(float rounded) {
   const uint32_t bits = float_bits(rounded);
   const uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
   const float magnitude = absolute(rounded);
-  if (magnitude != magnitude) return static_cast<uint8_t>(sign | kE4m3Nan);
+  if (magnitude != magnitude) return kE4m3Nan;  // of either sign, as the hardware's cast gives
   if (magnitude < kE4m3MinNormal) return static_cast<uint8_t>(sign | static_cast<uint8_t>(magnitude * 0x1p9f));
   return static_cast<uint8_t>(sign | static_cast<uint8_t>(((bits & 0x7fffffffu) >> 20) - (120u << 3)));
 }

@@ -29,11 +29,11 @@ DMATTN_HD float amax_step(float amax, float x) {
   return (magnitude > amax || magnitude != magnitude) ? magnitude : amax;  // a NaN amax stays: no comparison holds
 }
 
-// 2^exponent for an integer-valued exponent; 0 below -126 (also for -infinity), NaN for NaN. Exact.
-// Domain: exponent <= 127.
+// 2^exponent for an integer-valued exponent; 0 below -126 (also for -infinity), infinity above 127, NaN for NaN. Exact.
 DMATTN_HD float power_of_two(float exponent) {
   if (exponent != exponent) return exponent;
   if (exponent < -126.0f) return 0.0f;
+  if (exponent > 127.0f) return bits_float(0x7f800000u);
   return bits_float(static_cast<uint32_t>(static_cast<int32_t>(exponent) + 127) << 23);
 }
 

@@ -52,7 +52,7 @@ int64_t wrong_nans(uint32_t first, uint32_t last) {
   int64_t wrong = 0;
   for (uint64_t bits = first; bits <= last; ++bits)
     for (const uint32_t sign : {0u, 0x80000000u})
-      if (e4m3_encode(bits_float(static_cast<uint32_t>(bits) | sign)) != (0x7f | (sign >> 24))) ++wrong;
+      if (e4m3_encode(bits_float(static_cast<uint32_t>(bits) | sign)) != 0x7f) ++wrong;  // either sign, as cvt does
   return wrong;
 }
 

@@ -91,6 +91,8 @@ TEST(TileScale, IsAPowerOfTwoThatNeverSaturates) {
 TEST(PowerOfTwo, IsExactAndFlushesBelowNormal) {
   for (int n = -126; n <= 127; ++n) EXPECT_EQ(power_of_two(static_cast<float>(n)), std::ldexp(1.0f, n));
   EXPECT_EQ(power_of_two(-127.0f), 0.0f);
+  EXPECT_EQ(power_of_two(128.0f), std::numeric_limits<float>::infinity());
+  EXPECT_EQ(power_of_two(1e30f), std::numeric_limits<float>::infinity());
   EXPECT_EQ(power_of_two(negative_infinity()), 0.0f);
   EXPECT_TRUE(std::isnan(power_of_two(quiet_nan())));
 }

@@ -52,6 +52,11 @@ def _means(q, k, v, d_o, draw):
     k *= 5
 
 
+def _loud(q, k, v, d_o, draw):
+    """Causal rows that see no key have a huge gradient, which must not touch their block's scale."""
+    d_o[: max(0, len(q) - len(k))] *= 2.0**40
+
+
 def _edge(size):
     """A mean of such a size that the guard's decision hangs on its last slot; it shows in the small values of q."""
 
@@ -91,6 +96,7 @@ CHANGES = {
     "bias just does not": _edge(5.5),  # 13 would
     "equal keys": lambda q, k, v, d_o, draw: k.__setitem__(slice(None), k[:1]),
     "outliers": _outliers,
+    "loud rows without keys": _loud,
     "q and k huge": _scaled(q=60, k=60),
     "q huge, k tiny": _scaled(q=60, k=-60),
     "v and d_o huge": _scaled(v=60, d_o=60),
