@@ -9,7 +9,7 @@ Examples:
   scripts/mutate.py                              all faults; minutes each where a header changes
   scripts/mutate.py --list                       names, files and why each matters
   scripts/mutate.py --only fp8 bias              faults whose name or file holds one of these words
-  scripts/mutate.py --work /tmp/m --resume       keep copy, build and results there; skip what was caught before
+  scripts/mutate.py --work build/mutate --resume keep copy, build and results there; skip what was caught before
   scripts/mutate.py --report docs/mutations.md   write the table
 """
 
@@ -328,7 +328,8 @@ def cell(text: str) -> str:
 def caught_by(result: Result, most: int = 4) -> str:
     if not result.tests:
         return f"**{result.status}**"
-    names = [f"`{name}`" for name in result.tests[:most]]
+    own_last = sorted(result.tests, key=lambda name: name.startswith(OWN_SUITE))
+    names = [f"`{name}`" for name in own_last[:most]]
     more = f" and {len(result.tests) - most} more" if len(result.tests) > most else ""
     return ", ".join(names) + more
 

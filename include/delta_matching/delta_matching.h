@@ -100,8 +100,9 @@ typedef struct dmattn_tensor {
   int64_t head_stride;
 } dmattn_tensor;
 
-/* What the forward leaves for the backward. Without it (pointers NULL) the backward starts from lse and, in
- * onepass, from O without its remainder: agreement drops from bitwise to bounded. */
+/* What the forward leaves for the backward. Without it (pointers NULL) the backward starts from lse, which holds only
+ * the unrounded sum, and in onepass from O without its remainder: other roundings, so other bits, and onepass falls
+ * back to about consistent's accuracy. */
 typedef struct dmattn_saved {
   float *reference;    /* row vector: M, the row's reference exponent (log2 units, an integer in hopper) */
   float *sum;          /* two row vectors, one after the other: sums of 2^(x - M) of unrounded, then of rounded P */

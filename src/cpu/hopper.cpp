@@ -73,14 +73,16 @@ void finish_rows(const Scores& source, const float* q, int64_t first, int64_t ro
   const HeadShape& shape = source.shape;
   for (int64_t i = 0; i < rows; ++i) {
     const auto row = static_cast<size_t>(first + i);
-    out.reference[row] = state[i].reference;
-    out.sum[row] = state[i].sum / numerics::kProbabilityScale;
-    out.sum_rounded[row] = state[i].sum_rounded / numerics::kProbabilityScale;
+    const float reference = numerics::final_reference(state[i].reference);
+    const float valid = reference == reference ? 1.0f : reference;
+    out.reference[row] = reference;
+    out.sum[row] = state[i].sum / numerics::kProbabilityScale * valid;
+    out.sum_rounded[row] = state[i].sum_rounded / numerics::kProbabilityScale * valid;
     if (out.sum[row] == 0.0f) {
       out.lse[row] = numerics::negative_infinity();
       continue;
     }
-    const float centred = numerics::fused(state[i].reference, numerics::kLn2, std::log(out.sum[row]));
+    const float centred = numerics::fused(reference, numerics::kLn2, std::log(out.sum[row]));
     const float mean = contract_dot(q + (first + i) * shape.dim_padded, source.kv.k_mean.data(), shape.dim_padded);
     out.lse[row] = numerics::fused(shape.softmax_scale, mean, centred);
     for (int64_t c = 0; c < shape.dim_padded; ++c)  // codes carry 2^8, and so do the sums O is divided by
@@ -136,19 +138,20 @@ class HopperTiles final : public TileSource {
     const float scale = power_of_two(exponent - kProbabilityExponent);
     const float* p = mode_ == Mode::onepass ? tile.p_code : tile.p;
     float amax = 0;
+    bool p_nan = false;  // codes cannot hold a NaN: the factors carry it
     for (int64_t i = 0; i < kTile; ++i) {
       const int64_t row = query_tile * kTile + i;
       const float delta = row < shape.queries ? delta_[static_cast<size_t>(row)] : 0.0f;
       const float weight = row < shape.queries ? weight_[static_cast<size_t>(row)] : 0.0f;
       tile.p_factor[i] = scale * weight;
       tile.dp_factor[i] = weight == 0.0f ? 0.0f : dp_scale / weight;
-      if (tile.row_sum[i] != tile.row_sum[i]) amax = numerics::quiet_nan();  // codes cannot hold a NaN, factors do
+      if (tile.row_sum[i] != tile.row_sum[i]) p_nan = true;
       amax = numerics::amax_step(amax, tile_kernels().ds_row(p + i * kTile, scale, tile.dp + i * kTile, dp_scale,
                                                              delta, columns(row, key_tile), tile.ds + i * kTile));
     }
-    cast_tile(tile, amax, TileScaleRule::power_of_two);
+    cast_tile(tile, p_nan ? numerics::quiet_nan() : amax, TileScaleRule::power_of_two);
     tile.dv_factor = scale * dv_codes().scale_of_row(query_tile * kTile);
-    if (amax != amax) tile.dv_factor = amax;
+    if (p_nan) tile.dv_factor = numerics::quiet_nan();
   }
 
   double row_weight(int64_t row) const override { return weight_[static_cast<size_t>(row)]; }

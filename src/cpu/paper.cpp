@@ -8,6 +8,7 @@
 #include "cpu/tiles.h"
 #include "numerics/fp8.h"
 #include "numerics/scale.h"
+#include "numerics/softmax.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -68,6 +69,7 @@ Forward paper_forward(const HeadShape& shape, const TwinConfig& config, const Kv
     std::vector<float> buffer(static_cast<size_t>(kTile * dim));
     float reference[kTile], group[kTile];
     source.strip(query_tile, *tile, scores, reference);
+    for (float& value : reference) value = numerics::final_reference(value);
     const int64_t first = query_tile * kTile, count = std::min<int64_t>(kTile, shape.queries - first);
     for (int64_t key_tile = 0; key_tile < source.key_tiles(query_tile); ++key_tile) {
       const float factor = score_factor(shape, kv, query, query_tile, key_tile);
@@ -132,6 +134,7 @@ class PaperTiles final : public PaperScores {
     probabilities(query_tile, key_tile, tile);
     const float dp_scale = gradients_of_p(query_tile, key_tile, tile);
     float amax = 0;
+    bool p_nan = false;  // codes cannot hold a NaN: the factors carry it
     for (int64_t i = 0; i < kTile; ++i) {
       const int64_t row = query_tile * kTile + i;
       const int n = columns(row, key_tile);
@@ -152,12 +155,13 @@ class PaperTiles final : public PaperScores {
       amax = numerics::amax_step(amax, tile_kernels().ds_row(onepass ? code : p, p_scale, tile.dp + i * kTile,
                                                              dp_scale, delta_[at], n, tile.ds + i * kTile));
       const float to_p = group / input_.sum[at];  // dV multiplies P as the row's group decodes it
-      if (to_p != to_p) amax = to_p;
+      p_nan = p_nan || to_p != to_p;
       for (int j = 0; j < kTile; ++j) code[j] *= to_p;
     }
+    if (p_nan) amax = numerics::quiet_nan();
     cast_tile(tile, input_.d_s_amax >= 0 && amax == amax ? input_.d_s_amax : amax, TileScaleRule::amax);
     tile.dv_factor = d_o.scale_of_row(query_tile * kTile);
-    if (amax != amax) tile.dv_factor = amax;
+    if (p_nan) tile.dv_factor = numerics::quiet_nan();
   }
 
   float true_delta(int64_t row) const override { return delta_[static_cast<size_t>(row)]; }

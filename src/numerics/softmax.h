@@ -21,6 +21,16 @@ DMATTN_HD float raise_reference(float current, float group) {
   return (group > current || group != group) ? group : current;
 }
 
+// Scores beyond this many log2 units have no integer reference that FP32 can subtract exactly: such a row is NaN, so
+// that codes which vanish or saturate never pass for a result.
+constexpr float kLargestReference = 0x1p24f;
+
+// The row's reference once all keys are seen. NaN outside the domain; -infinity (no key seen) stays.
+DMATTN_HD float final_reference(float reference) {
+  const bool outside = absolute(reference) > kLargestReference && reference != negative_infinity();
+  return outside ? quiet_nan() : reference;
+}
+
 // w = 2^exponent / sum in [1, 2), from exponent bits and one IEEE division (half an ulp).
 // sum = 0 (a row without keys): w = 0. Domain: sum >= 0 and normal; NaN gives NaN.
 struct RowWeight {

@@ -147,6 +147,23 @@ TEST_P(EveryMode, LogitsFarBelowAreFinite) {
   }
 }
 
+TEST_P(EveryMode, LogitsBeyondTheDomainAreNan) {
+  for (const cpu::TwinConfig& config : kAll)
+    for (const float size : {0x1p13f, 0x1p40f}) {
+      Head head(2, 2, 64, false);
+      head.fill(head.v, [](int64_t, int64_t) { return 1.0; });
+      head.q[0] = size;
+      head.k[0] = size;  // with K's mean removed still size / 2
+      const HeadRun result = run(head, config, GetParam());
+      if (size > 0x1p20f) {
+        EXPECT_TRUE(std::isnan(result.o[0]));
+        EXPECT_TRUE(std::isnan(result.gradients.dv[0]));
+      } else {
+        EXPECT_EQ(result.o[0], 1.0f);
+      }
+    }
+}
+
 TEST_P(EveryMode, CodesOfPowersOfTwoTimes448AreExact) {
   for (const int exponent : {-20, -3, 0, 5, 20})
     for (const cpu::TwinConfig& config : kAll) {
@@ -211,6 +228,7 @@ TEST_P(EveryMode, NanSurfacesWhereItTouchesAndNowhereElse) {
     EXPECT_TRUE(std::isnan(v.gradients.dq[255 * 64]));
     EXPECT_TRUE(std::isfinite(v.o[100 * 64]));  // causal: these rows do not see the block
     EXPECT_TRUE(std::isfinite(v.gradients.dq[100 * 64]));
+    EXPECT_TRUE(finite(v.gradients.dv));  // dV does not use V
     const HeadRun d = run(in_d_o, config, GetParam());
     EXPECT_TRUE(finite(d.o));
     EXPECT_TRUE(std::isnan(d.gradients.dq[10 * 64]));

@@ -1,24 +1,23 @@
-"""The library against a second implementation of docs/numerics.md (tests/python/oracle), written from the page alone.
+"""The library against a second implementation of docs/numerics.md (tests/python/oracle), written from the page.
 
 Hopper numerics is compared bit by bit: codes, scales, means, M, the rounded sums, O and its remainder, delta of stale,
 consistent and onepass, and, from the library's saved statistics, dQ, dK and dV. Two orders of summation are not part
 of the contract: that of the unrounded p (l, lse) and of matched's delta. Where they matter, the tolerance holds for any
-order, and the gradients are compared bit by bit once both sides are given the same delta. Paper numerics promises no
-bits; its tolerances are derived where they stand.
+order, and the gradients are compared bit by bit once both sides are given the same delta. oracle/test_itself.py checks
+the oracle's arithmetic, oracle/test_paper.py compares paper numerics.
 """
 
 from __future__ import annotations
 
 import functools
-from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 
 from attention64 import MODES
-from oracle import arithmetic, hopper, inputs, paper, tensor_core, twin
+from oracle import arithmetic, hopper, inputs, twin
 from oracle import quantise as blocks
+from oracle.compare import distance, name, options, same
 from oracle.inputs import Case, bits
 
 U = 2.0**-24  # half an ulp of FP32, relative
@@ -61,20 +60,11 @@ CASES = [
 ]
 # Scales whose product with another is subnormal: what is left of it depends on the order of the factors.
 SUBNORMAL_SCALES = ("v and d_o tiny", "all tiny", "subnormal")
-# Scores of 1e36, where a row's codes vanish or saturate: matched's sums reach infinity, or not, by their order.
+# Scores of 1e36: rows outside the domain are NaN, and so is what they touch.
 BEYOND = "q and k huge"
 
 
-def name(case):
-    shape = f"{case.queries}x{case.keys}x{case.head_dim}"
-    return f"{case.kind}, {shape}, {'causal' if case.causal else 'full'}, {case.centre}"
-
-
 every_case = pytest.mark.parametrize("case", CASES, ids=name)
-
-
-def options(case, mode="stale", numerics="hopper"):
-    return twin.Options(float(case.scale), case.causal, mode, numerics, case.centre)
 
 
 @functools.cache
@@ -106,93 +96,11 @@ def gradients(case, mode, delta=None):
     return library, own
 
 
-def same(a, b):
-    """Equal bits; every NaN equals every other."""
-    if a.dtype == np.uint16:
-        nan_a, nan_b = ((x & 0x7FFF) > 0x7F80 for x in (a, b))
-        return a.shape == b.shape and bool(((a == b) | (nan_a & nan_b)).all())
-    assert a.dtype == b.dtype == np.float32
-    nan = np.isnan(a) & np.isnan(b)
-    return a.shape == b.shape and bool(((a.view(np.int32) == b.view(np.int32)) | nan).all())
-
-
 def assert_same_gradients(library, own, scale):
     (dq,), dk, dv = hopper.outputs([own], scale)
     assert same(dq, library.dq[:, 0])
     assert same(dk, library.dk[:, 0])
     assert same(dv, library.dv[:, 0])
-
-
-# --- the oracle itself ---------------------------------------------------------------------------------------------
-
-
-def test_fma_rounds_once():
-    draw = np.random.default_rng(0)
-    a, b, c = (np.ldexp(draw.standard_normal(4000), draw.integers(-20, 20, 4000)).astype(np.float32) for _ in range(3))
-    c[:2000] = -(a[:2000] * b[:2000])  # only what the product lost is left
-    c[2000:3000] = np.ldexp(a[2000:3000], 30)  # a sum near a tie of FP32 once the product is below FP64's last place
-    b[2000:3000] = np.ldexp(np.float32(1), draw.integers(5, 7, 1000))
-    for x, y, z, result in zip(a, b, c, arithmetic.fma(a, b, c), strict=True):
-        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
-        off = abs(Fraction(float(result)) - exact)
-        for neighbour in (np.nextafter(result, np.float32(np.inf)), np.nextafter(result, np.float32(-np.inf))):
-            other = abs(Fraction(float(neighbour)) - exact)
-            assert off < other or (off == other and result.view(np.int32) % 2 == 0)
-
-
-def test_casts_are_torchs():
-    draw = np.random.default_rng(0)
-    pattern = draw.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
-    near = np.ldexp(draw.integers(-(2**9), 2**9, 50_000), draw.integers(-14, 3, 50_000)).astype(np.float32)  # has ties
-    x = np.concatenate([pattern, near])
-    assert same(arithmetic.to_bf16(x), torch.from_numpy(x).to(torch.bfloat16).view(torch.uint16).numpy())
-    x = x[np.abs(x) <= 448]
-    expected = torch.from_numpy(x).to(torch.float8_e4m3fn)
-    assert np.array_equal(arithmetic.e4m3_bits(arithmetic.e4m3(x)), expected.view(torch.uint8).numpy())
-    assert same(arithmetic.e4m3(x), expected.float().numpy())
-    assert arithmetic.e4m3(np.array([449, 1e30, np.inf, -np.inf])).tolist() == [448, 448, 448, -448]
-
-
-def test_exp2_of_the_oracle():
-    y = np.concatenate([np.linspace(-126, 127, 200_001), np.arange(-126, 128)]).astype(np.float32)
-    off = arithmetic.exp2(y) / np.exp2(y.astype(np.float64)) - 1
-    assert np.abs(off).max() <= 2.2 * 2.0**-23
-    assert (off[-254:] == 0).all()
-    assert arithmetic.exp2(np.array([-126.1, -np.inf, 200], np.float32)).tolist() == [0, 0, 2.0**127]
-
-
-def test_tensor_core_of_the_oracle():
-    """Against the rule in rational numbers, one output at a time."""
-    draw = np.random.default_rng(0)
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    codes = codes[~np.isnan(codes)]
-    a, b = (draw.choice(codes, (12, 96)) * (draw.random((12, 96)) < 0.8) for _ in range(2))
-    a[6:] *= 2.0**-6 * (np.abs(a[6:]) < 2)  # subnormal codes
-
-    def floor_log2(x):
-        return (x.numerator.bit_length() - 1) - (x.denominator.bit_length() - 1)  # denominators are powers of two
-
-    def exponent(code):
-        return max(floor_log2(abs(Fraction(float(code)))), -6)
-
-    def truncated(x, unit):
-        return int(x / unit) * unit  # int() drops the fraction
-
-    for i in range(12):
-        total = Fraction(0)
-        for k in range(0, 96, 32):
-            pairs = [(x, y) for x, y in zip(a[i, k : k + 32], b[i, k : k + 32], strict=True) if x * y != 0]
-            exponents = [exponent(x) + exponent(y) for x, y in pairs]
-            largest = max(exponents + ([floor_log2(abs(total))] if total else []))
-            unit = Fraction(2) ** (largest - 13)
-            terms = [Fraction(float(x)) * Fraction(float(y)) for x, y in pairs]
-            total = sum((truncated(x, unit) for x in [*terms, total]), Fraction(0))
-            if total:
-                total = truncated(total, Fraction(2) ** (floor_log2(abs(total)) - 13))
-        assert tensor_core.product(a[i : i + 1], b[i : i + 1])[0, 0] == float(total)
-
-
-# --- hopper numerics -----------------------------------------------------------------------------------------------
 
 
 def test_cast_of_every_bf16():
@@ -246,10 +154,10 @@ def test_forward(case):
         assert same(own.sums[1], library.sums[1, 0])
         # Positive terms: FP32 sums of n of them are off by at most (n - 1) u in any order, the oracle's by u.
         sums = U * case.keys
-        assert np.allclose(library.sums[0, 0], own.sums[0], rtol=sums, atol=0)
+        assert np.allclose(library.sums[0, 0], own.sums[0], rtol=sums, atol=0, equal_nan=True)
         # Besides, a few roundings of lse and of what is added to it.
         finite = np.isfinite(own.lse)
-        assert np.array_equal(library.lse[0, ~finite], own.lse[~finite])
+        assert np.array_equal(library.lse[0, ~finite], own.lse[~finite], equal_nan=True)
         off = np.abs(library.lse[0, finite] - own.lse[finite])
         assert (off <= sums + 8 * U * (1 + np.abs(own.lse[finite]) + np.abs(own.reference[finite]))).all()
     assert same(own.o_low, saved(case, "onepass").o_low[:, 0])
@@ -296,13 +204,6 @@ def test_matched_with_its_own_delta(kind):
     assert distance(dq, library.dq[:, 0]) < 2e-3
     assert distance(dk, library.dk[:, 0]) < 2e-3
     assert same(dv, library.dv[:, 0])
-
-
-def distance(a, b):
-    """Relative Frobenius distance of BF16 bits."""
-    a, b = (arithmetic.from_bf16(x).astype(np.float64) for x in (a, b))
-    norm = np.linalg.norm(b)
-    return np.linalg.norm(a - b) / norm if norm else np.linalg.norm(a)
 
 
 def test_query_heads_add_up():
@@ -374,46 +275,3 @@ def test_nan_spreads_no_further(operand, row, centre):
         assert np.array_equal(dk & 0x7F80 == 0x7F80, library.dk[:, 0] & 0x7F80 == 0x7F80)
         if operand != "v":  # dV has no need of V: a NaN there may pass through dS, or stop
             assert same(dv, library.dv[:, 0])
-
-
-# --- paper numerics ------------------------------------------------------------------------------------------------
-
-PAPER_CASES = [
-    Case("gaussian", 200, 200, centre="k"),
-    Case("gaussian", 100, 190, 48, causal=False, centre="none"),
-    Case("gaussian", 90, 40, 20, centre="k"),
-    Case("spread 4", 150, 150, 40, centre="k"),
-    Case("sink", 200, 200, centre="k"),
-    Case("zero blocks", 200, 150, causal=False, centre="none"),
-    Case("outliers", 150, 150, centre="k"),
-    Case("equal keys", 100, 100, centre="k"),
-    Case("v and d_o huge", 100, 100, centre="k"),
-]
-
-
-@pytest.mark.parametrize("case", PAPER_CASES, ids=name)
-@pytest.mark.parametrize("mode", MODES)
-def test_paper(case, mode):
-    """The library works in FP32, the oracle in FP64. Scores x are off by at most 3 u |x| (three roundings of their
-    factor; |x| < 50 here) and P by ln 2 of that plus 2.2 ulp: below 1e-5. A code flips where its argument is that close
-    to a boundary, 2^4 * 2e-5 = 3e-4 of them at most, each by at most 2^-3 of itself: sqrt(3e-4) 2^-3 = 2e-3 of a
-    product, the bound of the grade `bounded` too."""
-    q, k, v, d_o = tensors(case)
-    raw = [bits(x) for x in (q, k, v, d_o)]
-    choice = options(case, mode, "paper")
-    common = dict(softmax_scale=case.scale, causal=case.causal, mode=mode, centre=case.centre)
-    left = twin.forward(*raw[:3], choice)
-    library = twin.backward(*raw, left, choice)
-    own = paper.forward(q, k, v, **common)
-    result = paper.backward(q, k, v, d_o, left.o[:, 0], **common)
-
-    finite = np.isfinite(own.lse)
-    assert np.array_equal(np.isneginf(left.lse[0]), ~finite)
-    assert (np.abs(left.lse[0, finite] - own.lse[finite]) <= 1e-6 * (4 + np.abs(own.lse[finite]))).all()
-    assert np.abs(library.delta[0] - result.delta).max() <= 1e-5 * np.abs(result.delta).max()
-    for value, expected in zip(
-        (left.o, library.dq, library.dk, library.dv), (own.o, result.dq, result.dk, result.dv), strict=True
-    ):
-        expected = arithmetic.to_bf16(expected.astype(np.float32))
-        assert distance(value[:, 0], expected) < 2e-3
-        assert np.mean(value[:, 0] != expected) < 0.05

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arithmetic import E4M3_MAX, F32, e4m3, from_bf16, ieee, to_bf16
+from .arithmetic import E4M3_MAX, F32, e4m3, from_bf16, ieee
 from .quantise import AMAX_FLOOR, K_ROWS, Q_ROWS, mean, quantise
 
 TILE = 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -118,7 +118,7 @@ OPERANDS = {"q": 0, "k": 1, "v": 2, "d_o": 3}
 class _QuantiseArgs(_library._Sized):
     """dmattn_quantise_args."""
 
-    _fields_ = [
+    _fields_: ClassVar = [
         ("struct_size", ctypes.c_size_t),
         ("operand", ctypes.c_int32),
         ("x", _library.TensorArg),
