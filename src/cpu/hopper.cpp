@@ -16,7 +16,7 @@ using numerics::power_of_two;
 
 ProductFn<float> product_of(const TwinConfig& config) {
   return config.accumulator == Accumulator::tensor_core ? tile_kernels().product_tensor_core
-                                                        : tile_kernels().product_f32;
+                                                        : tile_kernels().product_exact;
 }
 
 // Scores only: the forward and the backward share how a tile of S is made.
@@ -121,7 +121,7 @@ class HopperTiles final : public TileSource {
   HopperTiles(const HeadShape& head_shape, const TwinConfig& twin_config, const KvHead& kv_head,
               const QueryHead& query_head, const BackwardInput& input)
       : TileSource(head_shape, twin_config, kv_head, query_head), mode_(input.mode) {
-    product = product_of(config);
+    product = dv_product = product_of(config);
     weigh_gradient(input);
     if (input.delta) {
       for (int64_t i = 0; i < shape.queries; ++i) set_delta(i, input.delta[i]);

@@ -6,6 +6,7 @@
 #define DMATTN_DECLARE_ISA(isa)                \
   namespace dmattn::cpu::isa {                 \
   void fill_products(TileKernels& table);      \
+  void fill_exact(TileKernels& table);         \
   void fill_rows(TileKernels& table);          \
   }
 DMATTN_DECLARE_ISA(base)

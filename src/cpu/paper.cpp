@@ -31,7 +31,8 @@ class PaperScores : public TileSource {
   PaperScores(const HeadShape& head_shape, const TwinConfig& twin_config, const KvHead& kv_head,
               const QueryHead& query_head)
       : TileSource(head_shape, twin_config, kv_head, query_head) {
-    product = tile_kernels().product_f32;
+    product = tile_kernels().product_exact;
+    dv_product = tile_kernels().product_f32;  // P decoded per row is no code
   }
   void compute(int64_t, int64_t, Tile&) const override {}
   float true_delta(int64_t) const override { return 0; }

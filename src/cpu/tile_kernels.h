@@ -24,6 +24,8 @@ struct ExpSums {
 struct TileKernels {
   const char* name;
   ProductFn<float> product_f32;
+  // The same for operands whose products FP32 holds exactly (codes, BF16 values): faster, and the same bits.
+  ProductFn<float> product_exact;
   ProductFn<double> product_f64;
   // The tensor core's FP8 product: A and B hold code values, k is a multiple of 32 (docs/numerics.md, "tensor core").
   ProductFn<float> product_tensor_core;

@@ -119,63 +119,126 @@ void measure_rows(const TileSource& source, int64_t query_tile, const Tile& tile
   }
 }
 
-void query_pass(const TileSource& source, Gradients& out, bool want_dq, Diagnostics* diagnostics) {
-  const HeadShape& shape = source.shape;
-  const int64_t dim = shape.dim_padded;
-  parallel_for(source.query_tiles(), source.config.threads, [&](int64_t query_tile) {
-    const auto tile = std::make_unique<Tile>();
-    Promoter promoter(source);
-    const int64_t first = query_tile * kTile, rows = std::min<int64_t>(kTile, shape.queries - first);
-    for (int64_t key_tile = 0; key_tile < source.key_tiles(query_tile); ++key_tile) {
-      source.compute(query_tile, key_tile, *tile);
-      if (diagnostics) measure_rows(source, query_tile, *tile, *diagnostics);
-      if (!want_dq) continue;
-      promoter.add(source.product, tile->ds_code, source.kv.k.row(key_tile * kTile, dim),
-                   tile->ds_scale * source.kv.k.scale[static_cast<size_t>(key_tile)], rows,
-                   out.dq.data() + first * dim);
-    }
-    if (want_dq)
-      for (int64_t i = 0; i < rows * dim; ++i) out.dq[static_cast<size_t>(first * dim + i)] *= shape.softmax_scale;
-  });
+// What queries leave for dV and dK of a run of key tiles: left operands, transposed to [key][query], and their factors.
+class Strip {
+ public:
+  Strip(const TileSource& source, int64_t key_tiles, bool diagnose)
+      : query_tiles_(source.query_tiles()), p(at(key_tiles, 0) * kTileElements), ds_code(p.size()),
+        ds(diagnose ? p.size() : 0), dv_factor(at(key_tiles, 0)), dk_factor(dv_factor.size()) {}
+
+  // As many key tiles as fit: memory stays linear in the number of rows, and threads meet rarely.
+  static int64_t key_tiles(const TileSource& source) {
+    constexpr int64_t kBytes = 16 << 20;  // speed alone: any number gives the same bits
+    const int64_t one = source.query_tiles() * kTileElements * static_cast<int64_t>(2 * sizeof(float));
+    return std::clamp<int64_t>(kBytes / std::max<int64_t>(one, 1), 1, blocks_of(source.shape.keys, kTile));
+  }
+
+  size_t at(int64_t key_tile, int64_t query_tile) const {  // key_tile counted from the strip's first
+    return static_cast<size_t>(key_tile * query_tiles_ + query_tile);
+  }
+
+ private:
+  int64_t query_tiles_;
+
+ public:
+  std::vector<float> p, ds_code, ds;  // [key tile][query tile][64 x 64]; ds for diagnostics alone
+  std::vector<float> dv_factor, dk_factor;
+};
+
+// One tile: dQ takes its share, the strip keeps the rest.
+void query_step(const TileSource& source, int64_t query_tile, int64_t key_tile, size_t at, Tile& tile,
+                Promoter& promoter, Strip& strip, Gradients& out, Diagnostics* diagnostics) {
+  const int64_t dim = source.shape.dim_padded, first = query_tile * kTile;
+  source.compute(query_tile, key_tile, tile);
+  if (diagnostics) measure_rows(source, query_tile, tile, *diagnostics);
+  if (!out.dq.empty())
+    promoter.add(source.product, tile.ds_code, source.kv.k.row(key_tile * kTile, dim),
+                 tile.ds_scale * source.kv.k.scale[static_cast<size_t>(key_tile)],
+                 std::min<int64_t>(kTile, source.shape.queries - first), out.dq.data() + first * dim);
+  transpose(tile.p_code, strip.p.data() + at * kTileElements);
+  transpose(tile.ds_code, strip.ds_code.data() + at * kTileElements);
+  if (!strip.ds.empty()) transpose(tile.ds, strip.ds.data() + at * kTileElements);
+  strip.dv_factor[at] = tile.dv_factor;
+  strip.dk_factor[at] = tile.ds_scale * source.query.plain_codes().scale_of_row(first);
 }
 
-void key_pass(const TileSource& source, Gradients& out, const Wanted& wanted, std::vector<double>* dk_magnitude) {
-  const HeadShape& shape = source.shape;
-  const int64_t dim = shape.dim_padded;
+// A slice of channels of one key tile's sum over queries, in ascending order: sum += factor (left . right).
+struct KeySum {
+  ProductFn<float> product;
+  const std::vector<float>* left;
+  const Codes* right;
+  const std::vector<float>* factor;  // by tile; null: the right operand's own scale
+  float* sum;                        // [64 keys][dim_padded]
+  int64_t key_tile, first_channel, channels;
+};
+
+void key_step(const TileSource& source, const Strip& strip, int64_t first_key_tile, const KeySum& work) {
+  const int64_t dim = source.shape.dim_padded, key_tile = first_key_tile + work.key_tile;
+  const int64_t rows = std::min<int64_t>(kTile, source.shape.keys - key_tile * kTile);
+  const auto width = static_cast<int>(work.channels);
+  std::vector<float> buffer(static_cast<size_t>(kTile * work.channels));
+  for (int64_t query_tile = source.first_query_tile(key_tile); query_tile < source.query_tiles(); ++query_tile) {
+    const int64_t row = query_tile * kTile;
+    const size_t at = strip.at(work.key_tile, query_tile);
+    work.product(kTile, width, kTile, work.left->data() + at * kTileElements, kTile,
+                 work.right->row(row, dim) + work.first_channel, dim, buffer.data(), width, false);
+    const float factor = work.factor ? (*work.factor)[at] : work.right->scale_of_row(row);
+    for (int64_t j = 0; j < rows; ++j)
+      tile_kernels().axpy(buffer.data() + j * width, factor, width, work.sum + j * dim + work.first_channel);
+  }
+}
+
+// dV, dK and, to be measured, dK from dS before its cast, of a strip. Slices of channels share nothing.
+std::vector<KeySum> key_sums(const TileSource& source, const Strip& strip, int64_t first_key_tile, int64_t key_tiles,
+                             Gradients& out, std::vector<float>& before_cast) {
+  constexpr int64_t kSlice = 64;
+  const int64_t dim = source.shape.dim_padded;
   const Codes& q = source.query.plain_codes();
-  parallel_for(blocks_of(shape.keys, kTile), source.config.threads, [&](int64_t key_tile) {
-    const auto tile = std::make_unique<Tile>();
-    const auto left = std::make_unique<float[]>(kTileElements);
-    Promoter promoter(source);
-    const int64_t first = key_tile * kTile, rows = std::min<int64_t>(kTile, shape.keys - first);
-    std::vector<float> before_cast(dk_magnitude ? static_cast<size_t>(rows * dim) : 0);
-    for (int64_t query_tile = source.first_query_tile(key_tile); query_tile < source.query_tiles(); ++query_tile) {
-      source.compute(query_tile, key_tile, *tile);
-      const int64_t row = query_tile * kTile;
-      if (wanted.dv) {
-        transpose(tile->p_code, left.get());
-        promoter.add(source.product, left.get(), source.dv_codes().row(row, dim), tile->dv_factor, rows,
-                     out.dv.data() + first * dim);
-      }
-      if (wanted.dk) {
-        transpose(tile->ds_code, left.get());
-        promoter.add(source.product, left.get(), q.row(row, dim), tile->ds_scale * q.scale_of_row(row), rows,
-                     out.dk.data() + first * dim);
-      }
-      if (dk_magnitude) {
-        transpose(tile->ds, left.get());
-        promoter.add(tile_kernels().product_f32, left.get(), q.row(row, dim), q.scale_of_row(row), rows,
-                     before_cast.data());
-      }
+  std::vector<KeySum> work;
+  for (int64_t t = 0; t < key_tiles; ++t)
+    for (int64_t channel = 0; channel < dim; channel += kSlice) {
+      const int64_t channels = std::min(kSlice, dim - channel), first = (first_key_tile + t) * kTile * dim;
+      if (!out.dv.empty())
+        work.push_back({source.dv_product, &strip.p, &source.dv_codes(), &strip.dv_factor, out.dv.data() + first, t,
+                        channel, channels});
+      if (!out.dk.empty())
+        work.push_back(
+            {source.product, &strip.ds_code, &q, &strip.dk_factor, out.dk.data() + first, t, channel, channels});
+      if (!before_cast.empty())
+        work.push_back({tile_kernels().product_f32, &strip.ds, &q, nullptr, before_cast.data() + t * kTile * dim, t,
+                        channel, channels});
     }
-    if (wanted.dk)
-      for (int64_t i = 0; i < rows * dim; ++i) out.dk[static_cast<size_t>(first * dim + i)] *= shape.softmax_scale;
-    if (dk_magnitude) {
-      double total = 0;
-      for (const float value : before_cast) total += std::abs(static_cast<double>(value)) * shape.softmax_scale;
-      (*dk_magnitude)[static_cast<size_t>(key_tile)] = total;
-    }
-  });
+  return work;
+}
+
+// Strips of key tiles one after the other, in each all threads: first its query tiles, then its own sums.
+void all_tiles(const TileSource& source, Gradients& out, Diagnostics* diagnostics) {
+  const HeadShape& shape = source.shape;
+  const int64_t all = blocks_of(shape.keys, kTile), per_strip = Strip::key_tiles(source), dim = shape.dim_padded;
+  Strip strip(source, per_strip, diagnostics != nullptr);
+  std::vector<float> before_cast(diagnostics ? static_cast<size_t>(per_strip * kTile * dim) : 0);
+  for (int64_t first_key = 0; first_key < all; first_key += per_strip) {
+    const int64_t end_key = std::min(all, first_key + per_strip), first_query = source.first_query_tile(first_key);
+    parallel_for(source.query_tiles() - first_query, source.config.threads, [&](int64_t i) {
+      const int64_t query_tile = source.query_tiles() - 1 - i;  // the longest first
+      const auto tile = std::make_unique<Tile>();
+      Promoter promoter(source);
+      for (int64_t key_tile = first_key; key_tile < std::min(end_key, source.key_tiles(query_tile)); ++key_tile)
+        query_step(source, query_tile, key_tile, strip.at(key_tile - first_key, query_tile), *tile, promoter, strip,
+                   out, diagnostics);
+    });
+    std::fill(before_cast.begin(), before_cast.end(), 0.0f);
+    const std::vector<KeySum> work = key_sums(source, strip, first_key, end_key - first_key, out, before_cast);
+    parallel_for(static_cast<int64_t>(work.size()), source.config.threads,
+                 [&](int64_t i) { key_step(source, strip, first_key, work[static_cast<size_t>(i)]); });
+    if (!diagnostics) continue;
+    const int64_t rows = std::min(shape.keys, end_key * kTile) - first_key * kTile;
+    for (int64_t i = 0; i < rows * dim; ++i)
+      diagnostics->dk_magnitude +=
+          std::abs(static_cast<double>(before_cast[static_cast<size_t>(i)])) * shape.softmax_scale;
+  }
+  for (auto* x : {&out.dq, &out.dk})
+    for (float& value : *x) value *= shape.softmax_scale;
 }
 
 void measure_columns(const TileSource& source, Diagnostics& out) {
@@ -200,20 +263,14 @@ Gradients run_backward(const TileSource& source, const Wanted& wanted, Diagnosti
   if (wanted.dq) out.dq.assign(query_elements, 0.0f);
   if (wanted.dk) out.dk.assign(key_elements, 0.0f);
   if (wanted.dv) out.dv.assign(key_elements, 0.0f);
-  std::vector<double> dk_magnitude;
   if (diagnostics) {
     for (auto* rows : {&diagnostics->sum, &diagnostics->magnitude, &diagnostics->cast_sum,
                        &diagnostics->cast_magnitude})
       rows->assign(static_cast<size_t>(shape.queries), 0.0);
-    dk_magnitude.assign(static_cast<size_t>(blocks_of(shape.keys, kTile)), 0.0);
-  }
-  if (wanted.dq || diagnostics) query_pass(source, out, wanted.dq, diagnostics);
-  if (wanted.dk || wanted.dv || diagnostics) key_pass(source, out, wanted, diagnostics ? &dk_magnitude : nullptr);
-  if (diagnostics) {
-    measure_columns(source, *diagnostics);
     diagnostics->dk_magnitude = 0;
-    for (const double part : dk_magnitude) diagnostics->dk_magnitude += part;
   }
+  if (wanted.dq || wanted.dk || wanted.dv || diagnostics) all_tiles(source, out, diagnostics);
+  if (diagnostics) measure_columns(source, *diagnostics);
   return out;
 }
 

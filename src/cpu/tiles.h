@@ -1,6 +1,6 @@
 // One 64 x 64 tile of a head's backward, as either numerics computes it, and the driver that turns tiles into
-// gradients. The driver recomputes tiles in a query-stationary pass (dQ) and a key-stationary pass (dK, dV), as the
-// kernels do, so each output has one owner.
+// gradients. Every output has one owner: dQ's rows add key tiles in ascending order, dK's and dV's rows query tiles in
+// ascending order, whatever computes them.
 #pragma once
 
 #include "cpu/tile_kernels.h"
@@ -64,7 +64,8 @@ class TileSource {
   Codes d_o;                          // codes of (weighted) dO, for dP
   Codes d_o_for_dv;                   // the same with the rounded sum's weight; empty where it is d_o
   const Codes& dv_codes() const { return d_o_for_dv.value.empty() ? d_o : d_o_for_dv; }
-  ProductFn<float> product = nullptr;
+  ProductFn<float> product = nullptr;     // of codes
+  ProductFn<float> dv_product = nullptr;  // of p_code and D codes
 };
 
 Gradients run_backward(const TileSource& source, const Wanted& wanted, Diagnostics* diagnostics);

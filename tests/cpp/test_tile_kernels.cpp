@@ -130,6 +130,18 @@ TEST(Products, AgreeWithScalarSumsOnEveryInstructionSet) {
   }
 }
 
+TEST(Products, OfCodesAreTheSameFusedOrNot) {
+  Random random(14);
+  const int m = 9, n = 112, k = 130;
+  std::vector<float> a = codes(m * k, random, Kind::wide), b = codes(k * n, random, Kind::wide);
+  for (const TileKernels& kernels : all_tile_kernels()) {
+    std::vector<float> fused(m * n, 0.1f), plain(m * n, 0.1f);
+    kernels.product_exact(m, n, k, a.data(), k, b.data(), n, fused.data(), n, true);
+    kernels.product_f32(m, n, k, a.data(), k, b.data(), n, plain.data(), n, true);
+    EXPECT_TRUE(same_bits(fused, plain)) << kernels.name;
+  }
+}
+
 TEST(Rows, AgreeOnEveryInstructionSet) {
   Random random(13);
   std::vector<float> score(64), dp(64);

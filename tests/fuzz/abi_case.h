@@ -183,6 +183,7 @@ inline Case::Case(FuzzedDataProvider& fuzz) {
   for (Tensor* output : {&dk, &dv}) *output = Tensor(fuzz, batch, p.k_len, p.kv_heads, p.head_dim);
   const int64_t rows = batch * p.q_heads * p.q_len;
   for (Exact<float>* vector : {&lse, &reference, &sum, &delta, &delta_out}) *vector = Exact<float>(rows);
+  sum = Exact<float>(2 * rows);
   for (size_t i = 0; i < delta.size(); ++i) delta[i] = 0.25f;
 
   forward.struct_size = sizeof forward;

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["tests/gpu/numerics_bits.cu", "src/cpu/tile_kernels.cpp", "src/cpu/isa_products.cpp", "src/cpu/isa_rows.cpp"]
+SOURCES = ["tests/gpu/numerics_bits.cu", "src/cpu/tile_kernels.cpp", "src/cpu/isa_products.cpp", "src/cpu/isa_exact.cpp", "src/cpu/isa_rows.cpp"]
 
 
 def has_gpu() -> bool:
