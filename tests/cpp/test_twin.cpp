@@ -326,6 +326,20 @@ TEST(Modes, MatchedSurvivesAForeignDelta) {
   EXPECT_LE(difference, 1e-6 * size);  // delta' = w delta is rounded twice: a code may flip, rarely
 }
 
+TEST(Strips, LongHeadsTakeMoreThanOne) {
+  // 4160 queries: a strip holds 7 of 65 key tiles. A wrong seam would lose or repeat whole tiles.
+  Head head(4160, 4160, 64);
+  head.gaussian(21);
+  const cpu::Reference truth = truth_of(head);
+  for (const cpu::TwinConfig& config : {paper(), hopper()}) {
+    const HeadRun result = run(head, config, Mode::matched);
+    EXPECT_LT(error(result.gradients.dq, truth.dq), kGaussianLimit);
+    EXPECT_LT(error(result.gradients.dk, truth.dk), kGaussianLimit);
+    EXPECT_LT(error(result.gradients.dv, truth.dv), kGaussianLimit);
+    EXPECT_LT(residual(result), 5e-7);
+  }
+}
+
 TEST(Reference, EqualsFiniteDifferences) {
   Head head(5, 7, 16);
   head.gaussian(20);
