@@ -21,8 +21,8 @@ void product(benchmark::State& state, cpu::ProductFn<float> kernel) {
     kernel(64, 64, k, a.data(), k, b.data(), 64, c.data(), 64, false);
     benchmark::DoNotOptimize(c.data());
   }
-  state.counters["MAC/s"] = benchmark::Counter(64.0 * 64 * k * static_cast<double>(state.iterations()),
-                                               benchmark::Counter::kIsRate);
+  state.counters["MAC/s"] =
+      benchmark::Counter(64.0 * 64 * k * static_cast<double>(state.iterations()), benchmark::Counter::kIsRate);
   state.SetLabel(cpu::tile_kernels().name);
 }
 void tensor_core(benchmark::State& state) { product(state, cpu::tile_kernels().product_tensor_core); }
@@ -37,7 +37,9 @@ void head(benchmark::State& state, cpu::TwinConfig config, Mode mode) {
   for (auto _ : state) benchmark::DoNotOptimize(run(input, config, mode, false));
   state.SetLabel(std::to_string(config.threads) + " threads");
 }
-void head_sizes(benchmark::internal::Benchmark* b) { b->Args({2048, 1})->Args({2048, 2})->Unit(benchmark::kMillisecond)->UseRealTime(); }
+void head_sizes(benchmark::internal::Benchmark* b) {
+  b->Args({2048, 1})->Args({2048, 2})->Unit(benchmark::kMillisecond)->UseRealTime();
+}
 void hopper_stale(benchmark::State& state) { head(state, hopper(), Mode::stale); }
 void hopper_matched(benchmark::State& state) { head(state, hopper(), Mode::matched); }
 void hopper_onepass(benchmark::State& state) { head(state, hopper(), Mode::onepass); }

@@ -70,20 +70,20 @@ typedef enum dmattn_accumulator {
 typedef enum dmattn_device { DMATTN_CPU = 0, DMATTN_CUDA = 1 } dmattn_device;
 
 typedef struct dmattn_problem {
-  size_t struct_size; /* sizeof(dmattn_problem) */
-  int64_t batch;      /* sequences; >= 0 */
-  int64_t q_heads;    /* >= 1, a multiple of kv_heads */
-  int64_t kv_heads;   /* >= 1 */
-  int64_t q_len;      /* rows of q per sequence; with cu_seqlens: rows of q in all */
-  int64_t k_len;      /* rows of k and v per sequence; with cu_seqlens: rows in all */
-  int64_t head_dim;   /* hopper: 64, 128 or 256; paper: 1 ... 4096 */
-  float softmax_scale; /* finite and > 0; usually 1 / sqrt(head_dim) */
-  int32_t causal;      /* 0 full; 1 causal, aligned bottom-right: key j is seen by query i if j <= i + k_len - q_len */
-  int32_t mode;        /* dmattn_mode */
-  int32_t numerics;    /* dmattn_numerics */
-  int32_t centre;      /* dmattn_centre */
-  int32_t accumulator; /* dmattn_accumulator */
-  int32_t device;      /* dmattn_device */
+  size_t struct_size;   /* sizeof(dmattn_problem) */
+  int64_t batch;        /* sequences; >= 0 */
+  int64_t q_heads;      /* >= 1, a multiple of kv_heads */
+  int64_t kv_heads;     /* >= 1 */
+  int64_t q_len;        /* rows of q per sequence; with cu_seqlens: rows of q in all */
+  int64_t k_len;        /* rows of k and v per sequence; with cu_seqlens: rows in all */
+  int64_t head_dim;     /* hopper: 64, 128 or 256; paper: 1 ... 4096 */
+  float softmax_scale;  /* finite and > 0; usually 1 / sqrt(head_dim) */
+  int32_t causal;       /* 0 full; 1 causal, aligned bottom-right: key j is seen by query i if j <= i + k_len - q_len */
+  int32_t mode;         /* dmattn_mode */
+  int32_t numerics;     /* dmattn_numerics */
+  int32_t centre;       /* dmattn_centre */
+  int32_t accumulator;  /* dmattn_accumulator */
+  int32_t device;       /* dmattn_device */
   int32_t device_index; /* GPU, when device is DMATTN_CUDA */
   void *stream;         /* cudaStream_t, when device is DMATTN_CUDA */
   int32_t threads;      /* CPU threads; 0 = all; never changes a bit */
@@ -122,10 +122,10 @@ typedef struct dmattn_forward_args {
 typedef struct dmattn_backward_args {
   size_t struct_size; /* sizeof(dmattn_backward_args) */
   dmattn_tensor q, k, v, o, d_o;
-  const float *lse;      /* row vector; read only where saved is missing, may be NULL otherwise */
-  dmattn_saved saved;    /* in */
-  const float *delta;    /* in, may be NULL: row vector, true delta to use in place of the mode's own */
-  float *delta_out;      /* out, may be NULL: row vector, the true delta that was used */
+  const float *lse;         /* row vector; read only where saved is missing, may be NULL otherwise */
+  dmattn_saved saved;       /* in */
+  const float *delta;       /* in, may be NULL: row vector, true delta to use in place of the mode's own */
+  float *delta_out;         /* out, may be NULL: row vector, the true delta that was used */
   dmattn_tensor dq, dk, dv; /* out; data = NULL leaves that gradient out */
   void *workspace;
   size_t workspace_bytes;
@@ -133,10 +133,10 @@ typedef struct dmattn_backward_args {
 
 /* Operand to quantise: decides block rows and centring. */
 typedef enum dmattn_operand {
-  DMATTN_OPERAND_Q = 0,         /* blocks of 128 rows, plain */
-  DMATTN_OPERAND_K = 1,         /* blocks of 64 rows, the mean over the sequence removed if centre has K */
-  DMATTN_OPERAND_V = 2,         /* blocks of 64 rows */
-  DMATTN_OPERAND_D_O = 3        /* blocks of 128 rows */
+  DMATTN_OPERAND_Q = 0,  /* blocks of 128 rows, plain */
+  DMATTN_OPERAND_K = 1,  /* blocks of 64 rows, the mean over the sequence removed if centre has K */
+  DMATTN_OPERAND_V = 2,  /* blocks of 64 rows */
+  DMATTN_OPERAND_D_O = 3 /* blocks of 128 rows */
 } dmattn_operand;
 
 typedef struct dmattn_quantise_args {

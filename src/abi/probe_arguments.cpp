@@ -24,7 +24,8 @@ std::vector<float> gather(const Problem& problem, const dmattn_tensor& tensor, i
 }  // namespace
 
 Layer probe_layer(const Problem& problem, const dmattn_probe_args& args) {
-  if (problem.variable_length) throw Unsupported("cu_seqlens: probe takes sequences of one length; call it per sequence");
+  if (problem.variable_length)
+    throw Unsupported("cu_seqlens: probe takes sequences of one length; call it per sequence");
   Layer layer;
   layer.batch = problem.batch;
   layer.q_tokens = problem.q_len;

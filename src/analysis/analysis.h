@@ -19,8 +19,8 @@ struct RunOptions {
   Numerics numerics = Numerics::hopper;
   Centre centre = Centre::qk;
   Accumulator accumulator = Accumulator::tensor_core;
-  std::vector<Mode> modes{kModes.begin(), kModes.end()};  // ablations may follow (paper numerics only)
-  int threads = 0;                                        // 0: all; never changes a number
+  std::vector<Mode> modes{kModes.begin(), kModes.end()};                   // ablations may follow (paper numerics only)
+  int threads = 0;                                                         // 0: all; never changes a number
   std::function<void(double fraction, const std::string& what)> progress;  // may be empty; called from one thread
 };
 
@@ -31,7 +31,8 @@ struct Layer {
   int64_t batch = 1, q_tokens = 0, k_tokens = 0, q_heads = 1, kv_heads = 1, head_dim = 1;
   float softmax_scale = 1;
   bool causal = true;
-  std::vector<float> q, k, v, d_o;  // q, d_o: [batch][q_tokens][q_heads][head_dim]; k, v: [batch][k_tokens][kv_heads]...
+  std::vector<float> q, k, v,
+      d_o;  // q, d_o: [batch][q_tokens][q_heads][head_dim]; k, v: [batch][k_tokens][kv_heads]...
 };
 
 struct Statistic {
@@ -56,8 +57,8 @@ struct HeadResult {
 };
 
 struct ProbeResult {
-  std::map<Mode, ModeResult> modes;    // over all heads
-  std::vector<HeadResult> heads;       // by query head (all batches together)
+  std::map<Mode, ModeResult> modes;      // over all heads
+  std::vector<HeadResult> heads;         // by query head (all batches together)
   std::vector<int64_t> nonfinite_heads;  // query heads left out of the statistics: non-finite input
 };
 
@@ -76,7 +77,7 @@ struct SweepOptions {
   std::vector<double> spreads{1, 2, 4};
   bool causal = true;
   std::vector<std::string> families{"gaussian", "outlier"};  // and "sink": docs/numerics.md
-  double sink_logit = 10;  // key 0's logit over the others' mean
+  double sink_logit = 10;                                    // key 0's logit over the others' mean
 };
 
 struct SweepRow {
@@ -110,9 +111,9 @@ struct RowResult {
   std::map<Mode, RowMode> modes;
   double split_probability = kNaN, split_gradient = kNaN, split_remainder = kNaN;  // of the stale row sum
   // What the identities need: delta stale - consistent, and the magnitude their tolerance is stated in.
-  double gradient_rounding = kNaN;  // <quantised dO - dO, O in BF16>
-  double o_rounding = kNaN;         // <dO, O in FP32 - O in BF16>: what split_remainder should be
-  double magnitude = kNaN;          // sum_j P|dP| + sum_k |dO_k O_k|
+  double gradient_rounding = kNaN;                // <quantised dO - dO, O in BF16>
+  double o_rounding = kNaN;                       // <dO, O in FP32 - O in BF16>: what split_remainder should be
+  double magnitude = kNaN;                        // sum_j P|dP| + sum_k |dO_k O_k|
   std::vector<double> p, p_rounded, d_p, q, d_o;  // of the last query
 };
 

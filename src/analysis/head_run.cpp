@@ -37,7 +37,7 @@ Mode encoding_of(Mode mode) { return mode == Mode::max_shift || mode == Mode::pe
 
 HeadInputs head_inputs(const Layer& layer, int64_t batch, int64_t q_head) {
   HeadInputs in;
-  in.shape = {layer.q_tokens, layer.k_tokens, layer.head_dim, cpu::round_up(layer.head_dim, cpu::kLanes),
+  in.shape = {layer.q_tokens,      layer.k_tokens, layer.head_dim, cpu::round_up(layer.head_dim, cpu::kLanes),
               layer.softmax_scale, layer.causal};
   const int64_t kv_head = q_head / (layer.q_heads / layer.kv_heads), dim = layer.head_dim;
   in.q = gather(layer.q, layer.q_tokens, layer.q_heads, dim, batch, q_head, in.shape.dim_padded);
@@ -70,8 +70,7 @@ const cpu::Forward& HeadRunner::forward(Mode mode) {
   const auto found = forwards_.find(encoding);
   if (found != forwards_.end()) return found->second;
   const Operands& in = operands(mode);
-  return forwards_[encoding] =
-             cpu::forward(inputs_.shape, in.config, in.kv, in.query, inputs_.q.data(), encoding);
+  return forwards_[encoding] = cpu::forward(inputs_.shape, in.config, in.kv, in.query, inputs_.q.data(), encoding);
 }
 
 // O as the backward reads it: BF16, or FP8 with one scale in the per-tensor ablation; in onepass with its remainder.
@@ -160,8 +159,10 @@ TensorAmax tensor_amax(const Layer& layer, const RunOptions& options) {
     largest(amax.operands.d_o, inputs.d_o);
   });
   float o = 0, d_s = 0;
-  each_finite_head([&](const HeadInputs& inputs) { o = std::max(o, HeadRunner(inputs, options, amax).forward_o_amax()); });
-  each_finite_head([&](const HeadInputs& inputs) { d_s = std::max(d_s, HeadRunner(inputs, options, amax).d_s_amax(o)); });
+  each_finite_head(
+      [&](const HeadInputs& inputs) { o = std::max(o, HeadRunner(inputs, options, amax).forward_o_amax()); });
+  each_finite_head(
+      [&](const HeadInputs& inputs) { d_s = std::max(d_s, HeadRunner(inputs, options, amax).d_s_amax(o)); });
   amax.o = o;
   amax.d_s = d_s;
   return amax;

@@ -41,7 +41,7 @@ class HeadRunner {
   HeadMode run(Mode mode);
   // Lends the mode's tiles, and O as the backward reads it.
   void with_tiles(Mode mode, const std::function<void(const cpu::TileSource&, const std::vector<float>&)>& work);
-  float forward_o_amax();    // per-tensor ablation: largest |O|
+  float forward_o_amax();        // per-tensor ablation: largest |O|
   float d_s_amax(float o_amax);  // per-tensor ablation: largest |dS|
 
  private:
@@ -61,8 +61,8 @@ class HeadRunner {
   const HeadInputs& inputs_;
   const RunOptions& options_;
   TensorAmax amax_;
-  std::map<bool, Operands> operands_;            // by "per tensor"
-  std::map<Mode, cpu::Forward> forwards_;        // by the first mode that has this encoding of P
+  std::map<bool, Operands> operands_;      // by "per tensor"
+  std::map<Mode, cpu::Forward> forwards_;  // by the first mode that has this encoding of P
 };
 
 }  // namespace dmattn

@@ -148,7 +148,8 @@ class LayerProbe {
 }  // namespace
 
 void check_options(const Layer& layer, const RunOptions& options) {
-  const bool ablation = std::any_of(options.modes.begin(), options.modes.end(), [](Mode m) { return m > Mode::onepass; });
+  const bool ablation =
+      std::any_of(options.modes.begin(), options.modes.end(), [](Mode m) { return m > Mode::onepass; });
   if (options.numerics == Numerics::paper) {
     if (options.centre == Centre::qk)
       throw Unsupported("centre: paper numerics centres none or k, got qk (use hopper numerics)");

@@ -9,9 +9,9 @@ struct Named {
   std::string_view name;
 };
 
-constexpr Named<Mode> kModeNames[] = {{Mode::stale, "stale"},         {Mode::consistent, "consistent"},
-                                      {Mode::matched, "matched"},     {Mode::onepass, "onepass"},
-                                      {Mode::bf16_dp, "bf16_dp"},     {Mode::max_shift, "max_shift"},
+constexpr Named<Mode> kModeNames[] = {{Mode::stale, "stale"},          {Mode::consistent, "consistent"},
+                                      {Mode::matched, "matched"},      {Mode::onepass, "onepass"},
+                                      {Mode::bf16_dp, "bf16_dp"},      {Mode::max_shift, "max_shift"},
                                       {Mode::per_tensor, "per_tensor"}};
 constexpr Named<Numerics> kNumericsNames[] = {{Numerics::hopper, "hopper"}, {Numerics::paper, "paper"}};
 constexpr Named<Centre> kCentreNames[] = {{Centre::none, "none"}, {Centre::k, "k"}, {Centre::qk, "qk"}};

@@ -21,15 +21,13 @@ enum class Accumulator { tensor_core, fp32 };
 std::string_view name(Mode mode);
 std::string_view name(Numerics numerics);
 std::string_view name(Centre centre);
-std::optional<Mode> mode_from_name(std::string_view text);          // the four modes
-std::optional<Mode> ablation_from_name(std::string_view text);      // the three ablations
+std::optional<Mode> mode_from_name(std::string_view text);      // the four modes
+std::optional<Mode> ablation_from_name(std::string_view text);  // the three ablations
 std::optional<Numerics> numerics_from_name(std::string_view text);
 std::optional<Centre> centre_from_name(std::string_view text);
 std::string mode_names();      // "stale, consistent, matched, onepass"
 std::string ablation_names();  // "bf16_dp, max_shift, per_tensor"
 
-constexpr Centre default_centre(Numerics numerics) {
-  return numerics == Numerics::paper ? Centre::k : Centre::qk;
-}
+constexpr Centre default_centre(Numerics numerics) { return numerics == Numerics::paper ? Centre::k : Centre::qk; }
 
 }  // namespace dmattn

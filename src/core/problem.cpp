@@ -60,19 +60,19 @@ void add_sequences(Problem& out, const dmattn_problem& in) {
 }
 
 void check_device(const dmattn_problem& in) {
-  if (in.device == DMATTN_CUDA)
-    throw Unsupported("device: expected cpu, got cuda (this build has no CUDA backend)");
-  if (in.device != DMATTN_CPU) throw InvalidValue(fmt::format("device: expected 0 (cpu) or 1 (cuda), got {}", in.device));
+  if (in.device == DMATTN_CUDA) throw Unsupported("device: expected cpu, got cuda (this build has no CUDA backend)");
+  if (in.device != DMATTN_CPU)
+    throw InvalidValue(fmt::format("device: expected 0 (cpu) or 1 (cuda), got {}", in.device));
 }
 
 void check_combination(const Problem& p) {
   if (p.numerics == Numerics::paper) {
     check_range("head_dim", p.head_dim, 1, kWidestPaperHead);
-    if (p.centre == Centre::qk)
-      throw Unsupported("centre: expected none or k in paper numerics, got qk");
+    if (p.centre == Centre::qk) throw Unsupported("centre: expected none or k in paper numerics, got qk");
   } else if (p.head_dim != 64 && p.head_dim != 128 && p.head_dim != 256) {
     throw Unsupported(fmt::format(
-        "head_dim: expected 64, 128 or 256 in hopper numerics, got {} (paper numerics takes any on the CPU)", p.head_dim));
+        "head_dim: expected 64, 128 or 256 in hopper numerics, got {} (paper numerics takes any on the CPU)",
+        p.head_dim));
   }
 }
 
@@ -80,7 +80,8 @@ void check_combination(const Problem& p) {
 
 void check_struct_size(size_t got, size_t expected, const std::string& name) {
   if (got != expected)
-    throw InvalidValue(fmt::format("{}.struct_size: expected {}, got {} (header and library differ?)", name, expected, got));
+    throw InvalidValue(
+        fmt::format("{}.struct_size: expected {}, got {} (header and library differ?)", name, expected, got));
 }
 
 void check_pointer(const void* pointer, const std::string& name) {
@@ -108,8 +109,21 @@ Problem check_problem(const dmattn_problem* problem) {
     throw InvalidValue(fmt::format("softmax_scale: expected a finite number above 0, got {}", in.softmax_scale));
   if (in.causal != 0 && in.causal != 1) throw InvalidValue(fmt::format("causal: expected 0 or 1, got {}", in.causal));
   check_range("threads", in.threads, 0, kMostThreads);
-  Problem out{in.batch, in.q_heads, in.kv_heads, in.q_len, in.k_len, in.head_dim, in.softmax_scale, in.causal == 1,
-              false, Mode::matched, Numerics::hopper, Centre::qk, Accumulator::tensor_core, in.threads, {}};
+  Problem out{in.batch,
+              in.q_heads,
+              in.kv_heads,
+              in.q_len,
+              in.k_len,
+              in.head_dim,
+              in.softmax_scale,
+              in.causal == 1,
+              false,
+              Mode::matched,
+              Numerics::hopper,
+              Centre::qk,
+              Accumulator::tensor_core,
+              in.threads,
+              {}};
   out.mode = choice("mode", in.mode, {Mode::matched, Mode::onepass, Mode::consistent, Mode::stale});
   out.numerics = choice("numerics", in.numerics, {Numerics::hopper, Numerics::paper});
   out.centre = choice("centre", in.centre, {default_centre(out.numerics), Centre::none, Centre::k, Centre::qk});
@@ -142,7 +156,8 @@ void check_tensor(const Problem& problem, const dmattn_tensor& tensor, bool is_q
       throw InvalidValue(fmt::format("{}.{}: expected at least 0, got {}", name, extent.name, extent.stride));
     if (__builtin_mul_overflow(extent.stride, extent.count - 1, &span) || __builtin_add_overflow(reach, span, &reach) ||
         reach > kMostElements)
-      throw InvalidValue(fmt::format("{}.{}: {} is too large for {} entries", name, extent.name, extent.stride, extent.count));
+      throw InvalidValue(
+          fmt::format("{}.{}: {} is too large for {} entries", name, extent.name, extent.stride, extent.count));
   }
   if (access == Access::input) return;
   // Sorted by stride, each dimension must step over all the smaller ones.

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/error.h"
 #include "cpu/parallel.h"
 #include "cpu/reference.h"
 #include "cpu/tensors.h"
 #include "cpu/tiles.h"
-#include "core/error.h"
 #include "numerics/fp8.h"
 
 namespace dmattn::cpu {

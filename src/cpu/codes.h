@@ -63,11 +63,11 @@ std::vector<float> transpose_tiles(const float* x, int64_t rows, int64_t dim_pad
 
 // K and V of a KV head, shared by its query heads.
 struct KvHead {
-  std::vector<float> k_mean;      // [dim_padded], zero when K is not centred
+  std::vector<float> k_mean;  // [dim_padded], zero when K is not centred
   Codes k, v;
-  std::vector<float> k_tiles, v_tiles;   // transposed codes
-  std::vector<float> k_centred_tiles;    // transposed k - mean in FP32, where Q is centred
-  std::vector<float> v_raw_tiles;        // transposed BF16 values, for the BF16-dP ablation
+  std::vector<float> k_tiles, v_tiles;  // transposed codes
+  std::vector<float> k_centred_tiles;   // transposed k - mean in FP32, where Q is centred
+  std::vector<float> v_raw_tiles;       // transposed BF16 values, for the BF16-dP ablation
 };
 
 struct PerTensorAmax {

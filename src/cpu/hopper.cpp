@@ -49,8 +49,8 @@ void forward_tile(const Scores& source, int64_t query_tile, int64_t key_tile, Ti
     RowState& row = state[i];
     const float* score = tile.score + i * kTile;
     const float b = numerics::group_reference(tile_kernels().row_max(score, n) * factor);
-    const ExpSums sums = tile_kernels().exp_row(score, factor, kProbabilityExponent - b, n, tile.p + i * kTile,
-                                                tile.p_code + i * kTile);
+    const ExpSums sums =
+        tile_kernels().exp_row(score, factor, kProbabilityExponent - b, n, tile.p + i * kTile, tile.p_code + i * kTile);
     const float reference = numerics::raise_reference(row.reference, b);
     const float rescale = power_of_two(row.reference - reference);
     group[i] = power_of_two(b - reference);
@@ -60,8 +60,8 @@ void forward_tile(const Scores& source, int64_t query_tile, int64_t key_tile, Ti
       for (int c = 0; c < dim; ++c) o[i * dim + c] *= rescale;
     row.reference = reference;
   }
-  source.product(kTile, dim, kTile, tile.p_code, kTile, source.kv.v.row(key_tile * kTile, dim), dim, buffer.data(),
-                 dim, false);
+  source.product(kTile, dim, kTile, tile.p_code, kTile, source.kv.v.row(key_tile * kTile, dim), dim, buffer.data(), dim,
+                 false);
   const float v_scale = source.kv.v.scale[static_cast<size_t>(key_tile)];
   for (int64_t i = 0; i < rows; ++i)
     if (source.columns(first + i, key_tile) > 0)
@@ -146,8 +146,8 @@ class HopperTiles final : public TileSource {
       tile.p_factor[i] = scale * weight;
       tile.dp_factor[i] = weight == 0.0f ? 0.0f : dp_scale / weight;
       if (tile.row_sum[i] != tile.row_sum[i]) p_nan = true;
-      amax = numerics::amax_step(amax, tile_kernels().ds_row(p + i * kTile, scale, tile.dp + i * kTile, dp_scale,
-                                                             delta, columns(row, key_tile), tile.ds + i * kTile));
+      amax = numerics::amax_step(amax, tile_kernels().ds_row(p + i * kTile, scale, tile.dp + i * kTile, dp_scale, delta,
+                                                             columns(row, key_tile), tile.ds + i * kTile));
     }
     cast_tile(tile, p_nan ? numerics::quiet_nan() : amax, TileScaleRule::power_of_two);
     tile.dv_factor = scale * dv_codes().scale_of_row(query_tile * kTile);
@@ -231,8 +231,8 @@ class HopperTiles final : public TileSource {
   float probabilities(int64_t query_tile, int64_t key_tile, Tile& tile) const;
   float gradients_of_p(int64_t query_tile, int64_t key_tile, Tile& tile) const {
     const auto dim = static_cast<int>(shape.dim_padded);
-    product(kTile, kTile, dim, d_o.row(query_tile * kTile, dim), dim, kv.v_tiles.data() + key_tile * kTile * dim,
-            kTile, tile.dp, kTile, false);
+    product(kTile, kTile, dim, d_o.row(query_tile * kTile, dim), dim, kv.v_tiles.data() + key_tile * kTile * dim, kTile,
+            tile.dp, kTile, false);
     return d_o.scale_of_row(query_tile * kTile) * kv.v.scale[static_cast<size_t>(key_tile)];
   }
 

@@ -3,11 +3,11 @@
 
 #include "cpu/tile_kernels.h"
 
-#define DMATTN_DECLARE_ISA(isa)                \
-  namespace dmattn::cpu::isa {                 \
-  void fill_products(TileKernels& table);      \
-  void fill_exact(TileKernels& table);         \
-  void fill_rows(TileKernels& table);          \
+#define DMATTN_DECLARE_ISA(isa)           \
+  namespace dmattn::cpu::isa {            \
+  void fill_products(TileKernels& table); \
+  void fill_exact(TileKernels& table);    \
+  void fill_rows(TileKernels& table);     \
   }
 DMATTN_DECLARE_ISA(base)
 DMATTN_DECLARE_ISA(avx2)

@@ -18,11 +18,11 @@ namespace {
 // multiple of 2^(E - 13), the sum is exact, then truncated to 13 fraction bits. Lanes are outputs.
 
 constexpr int kLaneWidth = kVectorBytes / 4;
-constexpr int kGroups = 4;                          // vectors of outputs worked on together
-constexpr int kSpan = kLaneWidth * kGroups;         // outputs per pass
-constexpr int kExponentOffset = 32;                 // an exponent in [-6, 8] is kept as e + 32, zero as 0
+constexpr int kGroups = 4;                   // vectors of outputs worked on together
+constexpr int kSpan = kLaneWidth * kGroups;  // outputs per pass
+constexpr int kExponentOffset = 32;          // an exponent in [-6, 8] is kept as e + 32, zero as 0
 constexpr int kSmallestPair = 2 * (kExponentOffset - 6);
-constexpr int kMaxDepth = 512;                      // longest k of one call
+constexpr int kMaxDepth = 512;  // longest k of one call
 
 using F = Vec<float, kLaneWidth>;
 using I = Vec<int32_t, kLaneWidth>;
@@ -36,8 +36,8 @@ inline __attribute__((always_inline)) uint8_t exponent_of(float code) {
   return static_cast<uint8_t>(biased == 0 ? 0 : clamped + kExponentOffset);
 }
 
-inline __attribute__((always_inline)) F step(const float* a, const float* b, int64_t ldb, const U8Group* largest,
-                                             F sum, int group) {
+inline __attribute__((always_inline)) F step(const float* a, const float* b, int64_t ldb, const U8Group* largest, F sum,
+                                             int group) {
   const I sum_bits = reinterpret_cast<I>(sum);
   const I sum_biased = (sum_bits >> 23) & 0xff;
   I pair = __builtin_convertvector(largest[group], I);
@@ -83,8 +83,7 @@ void tensor_core_span(int m, int k, const float* a, int64_t lda, const uint8_t* 
       store<U8>(bytes, largest);
       U8Group groups[kGroups];
       for (int g = 0; g < kGroups; ++g) groups[g] = load<U8Group>(bytes + g * kLaneWidth);
-      for (int g = 0; g < kGroups; ++g)
-        sum[g] = step(a + r * lda + k0, b + k0 * ldb, ldb, groups, sum[g], g);
+      for (int g = 0; g < kGroups; ++g) sum[g] = step(a + r * lda + k0, b + k0 * ldb, ldb, groups, sum[g], g);
     }
     for (int g = 0; g < kGroups; ++g) store<F>(row + g * kLaneWidth, sum[g]);
     for (int j = 0; j < width; ++j) c[r * ldc + j] = row[j];

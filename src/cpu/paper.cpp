@@ -99,10 +99,9 @@ Forward paper_forward(const HeadShape& shape, const TwinConfig& config, const Kv
       const auto row = static_cast<size_t>(first + i);
       out.reference[row] = reference[i];
       const double mean = contract_dot(q + (first + i) * dim, kv.k_mean.data(), dim);
-      out.lse[row] = out.sum[row] == 0.0f
-                         ? numerics::negative_infinity()
-                         : static_cast<float>(reference[i] * std::log(2.0) + std::log(out.sum[row]) +
-                                              static_cast<double>(shape.softmax_scale) * mean);
+      out.lse[row] = out.sum[row] == 0.0f ? numerics::negative_infinity()
+                                          : static_cast<float>(reference[i] * std::log(2.0) + std::log(out.sum[row]) +
+                                                               static_cast<double>(shape.softmax_scale) * mean);
     }
   });
   return out;
@@ -153,8 +152,8 @@ class PaperTiles final : public PaperScores {
       tile.dp_factor[i] = dp_scale;
       const float group = encode_group(p, input_.mode, code);
       const float p_scale = onepass ? group / input_.sum_rounded[at] : 1 / input_.sum[at];
-      amax = numerics::amax_step(amax, tile_kernels().ds_row(onepass ? code : p, p_scale, tile.dp + i * kTile,
-                                                             dp_scale, delta_[at], n, tile.ds + i * kTile));
+      amax = numerics::amax_step(amax, tile_kernels().ds_row(onepass ? code : p, p_scale, tile.dp + i * kTile, dp_scale,
+                                                             delta_[at], n, tile.ds + i * kTile));
       const float to_p = group / input_.sum[at];  // dV multiplies P as the row's group decodes it
       p_nan = p_nan || to_p != to_p;
       for (int j = 0; j < kTile; ++j) code[j] *= to_p;
@@ -175,8 +174,8 @@ class PaperTiles final : public PaperScores {
       const int64_t row = query_tile * kTile + i;
       const int n = columns(row, key_tile);
       if (n > 0)
-        tile.row_sum[i] = tile_kernels().exp_row_plain(tile.score + i * kTile, factor,
-                                                       input_.reference[row], n, tile.p + i * kTile);
+        tile.row_sum[i] =
+            tile_kernels().exp_row_plain(tile.score + i * kTile, factor, input_.reference[row], n, tile.p + i * kTile);
     }
   }
 
@@ -186,8 +185,7 @@ class PaperTiles final : public PaperScores {
     const float* left = raw ? raw_d_o_.data() + query_tile * kTile * dim : d_o.row(query_tile * kTile, dim);
     const std::vector<float>& right = raw ? kv.v_raw_tiles : kv.v_tiles;
     product(kTile, kTile, dim, left, dim, right.data() + key_tile * kTile * dim, kTile, tile.dp, kTile, false);
-    return raw ? 1.0f
-               : d_o.scale_of_row(query_tile * kTile) * kv.v.scale[static_cast<size_t>(key_tile)];
+    return raw ? 1.0f : d_o.scale_of_row(query_tile * kTile) * kv.v.scale[static_cast<size_t>(key_tile)];
   }
 
   float stored_delta(int64_t row) const {
@@ -218,8 +216,7 @@ class PaperTiles final : public PaperScores {
       }
     }
     for (int64_t i = 0; i < rows; ++i)
-      delta_[static_cast<size_t>(first + i)] =
-          total[i] == 0 ? 0.0f : static_cast<float>(weighted[i] / total[i]);
+      delta_[static_cast<size_t>(first + i)] = total[i] == 0 ? 0.0f : static_cast<float>(weighted[i] / total[i]);
   }
 
   BackwardInput input_;

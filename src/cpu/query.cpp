@@ -42,7 +42,7 @@ numerics::BlockScale centred_scale(float amax, double need) {
 }
 
 struct CentredQuery {
-  std::vector<float> value;      // q - mu
+  std::vector<float> value;  // q - mu
   std::vector<float> bias_dots;
 };
 
@@ -75,8 +75,7 @@ Codes quantise_centred(const HeadShape& shape, const KvHead& kv, const CentredQu
     const double need = bias_need(kv, centred.bias_dots.data() + first / block_rows * stride, shape.keys);
     const auto scale = centred_scale(tile_kernels().amax(source, count), need);
     codes.scale.push_back(scale.scale);
-    if (scale.scale == scale.scale)
-      tile_kernels().cast(source, scale.inverse, count, codes.value.data() + first * dim);
+    if (scale.scale == scale.scale) tile_kernels().cast(source, scale.inverse, count, codes.value.data() + first * dim);
   }
   return codes;
 }

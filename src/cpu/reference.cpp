@@ -144,11 +144,11 @@ void key_gradients(const Operands& in, int64_t key_tile, Reference& out) {
 
 }  // namespace
 
-Reference reference_attention(const HeadShape& shape, const float* q, const float* k, const float* v,
-                              const float* d_o, int threads) {
+Reference reference_attention(const HeadShape& shape, const float* q, const float* k, const float* v, const float* d_o,
+                              int threads) {
   const int64_t dim = shape.dim_padded;
-  Operands in{shape, widen(q, shape.queries, dim), widen(k, shape.keys, dim), widen(v, shape.keys, dim), {},
-              widen_tiles(k, shape.keys, dim), widen_tiles(v, shape.keys, dim), {}};
+  Operands in{shape, widen(q, shape.queries, dim),    widen(k, shape.keys, dim),       widen(v, shape.keys, dim),
+              {},    widen_tiles(k, shape.keys, dim), widen_tiles(v, shape.keys, dim), {}};
   Reference out;
   out.o.assign(static_cast<size_t>(shape.queries * dim), 0.0);
   out.lse.assign(static_cast<size_t>(shape.queries), 0.0);
@@ -159,7 +159,8 @@ Reference reference_attention(const HeadShape& shape, const float* q, const floa
   in.delta.assign(static_cast<size_t>(shape.queries), 0.0);
   for (int64_t i = 0; i < shape.queries; ++i)
     for (int64_t c = 0; c < dim; ++c)
-      in.delta[static_cast<size_t>(i)] += static_cast<double>(d_o[i * dim + c]) * out.o[static_cast<size_t>(i * dim + c)];
+      in.delta[static_cast<size_t>(i)] +=
+          static_cast<double>(d_o[i * dim + c]) * out.o[static_cast<size_t>(i * dim + c)];
   out.dq.assign(static_cast<size_t>(shape.queries * dim), 0.0);
   out.dk.assign(static_cast<size_t>(shape.keys * dim), 0.0);
   out.dv.assign(static_cast<size_t>(shape.keys * dim), 0.0);

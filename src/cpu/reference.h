@@ -15,7 +15,7 @@ struct Reference {
 
 // q, k, v, d_o as in HeadShape; d_o may be null. No centring, no rounding but FP64's own: relative error about
 // 1e-14 on well-scaled inputs.
-Reference reference_attention(const HeadShape& shape, const float* q, const float* k, const float* v,
-                              const float* d_o, int threads);
+Reference reference_attention(const HeadShape& shape, const float* q, const float* k, const float* v, const float* d_o,
+                              int threads);
 
 }  // namespace dmattn::cpu

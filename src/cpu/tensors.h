@@ -45,7 +45,7 @@ inline void store(const std::vector<float>& x, const HeadView& view) {
 
 inline HeadShape head_shape(const Problem& problem, int64_t sequence) {
   const Sequence& at = problem.sequences[static_cast<size_t>(sequence)];
-  return {at.q_rows, at.k_rows, problem.head_dim, round_up(problem.head_dim, kLanes), problem.softmax_scale,
+  return {at.q_rows,     at.k_rows, problem.head_dim, round_up(problem.head_dim, kLanes), problem.softmax_scale,
           problem.causal};
 }
 

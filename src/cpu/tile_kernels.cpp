@@ -23,13 +23,16 @@ std::vector<TileKernels> all_tile_kernels() {
 #if defined(DMATTN_HAVE_ISA_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
-    tables.push_back(make("avx512", [](TileKernels& t) { avx512::fill_products(t), avx512::fill_exact(t), avx512::fill_rows(t); }));
+    tables.push_back(
+        make("avx512", [](TileKernels& t) { avx512::fill_products(t), avx512::fill_exact(t), avx512::fill_rows(t); }));
 #endif
 #if defined(DMATTN_HAVE_ISA_AVX2)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-    tables.push_back(make("avx2", [](TileKernels& t) { avx2::fill_products(t), avx2::fill_exact(t), avx2::fill_rows(t); }));
+    tables.push_back(
+        make("avx2", [](TileKernels& t) { avx2::fill_products(t), avx2::fill_exact(t), avx2::fill_rows(t); }));
 #endif
-  tables.push_back(make("base", [](TileKernels& t) { base::fill_products(t), base::fill_exact(t), base::fill_rows(t); }));
+  tables.push_back(
+      make("base", [](TileKernels& t) { base::fill_products(t), base::fill_exact(t), base::fill_rows(t); }));
   return tables;
 }
 

@@ -30,9 +30,9 @@ struct TileKernels {
   // The tensor core's FP8 product: A and B hold code values, k is a multiple of 32 (docs/numerics.md, "tensor core").
   ProductFn<float> product_tensor_core;
 
-  float (*amax)(const float* x, int64_t n);  // NaN and infinity sticky; 0 for n = 0
+  float (*amax)(const float* x, int64_t n);                              // NaN and infinity sticky; 0 for n = 0
   void (*cast)(const float* x, float inverse, int64_t n, float* codes);  // codes = E4M3(x * inverse), as values
-  float (*row_max)(const float* x, int n);  // -infinity for n = 0; x has no NaN
+  float (*row_max)(const float* x, int n);                               // -infinity for n = 0; x has no NaN
   // y = fma(score, factor, offset), p = 2^y, code = E4M3(p) for n <= 64 columns; columns up to 64 are zeroed.
   ExpSums (*exp_row)(const float* score, float factor, float offset, int n, float* p, float* code);
   // p = 2^fma(score, factor, -reference), zero from column n on; returns its sum.

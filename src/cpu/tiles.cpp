@@ -59,8 +59,7 @@ void tile_scores(const TileSource& source, int64_t query_tile, int64_t key_tile,
 }
 
 void cast_tile(Tile& tile, float amax, TileScaleRule rule) {
-  const auto scale =
-      rule == TileScaleRule::power_of_two ? numerics::tile_scale(amax) : numerics::block_scale(amax);
+  const auto scale = rule == TileScaleRule::power_of_two ? numerics::tile_scale(amax) : numerics::block_scale(amax);
   tile.ds_scale = scale.scale;
   if (scale.scale == scale.scale) {
     tile_kernels().cast(tile.ds, scale.inverse, kTileElements, tile.ds_code);
@@ -123,8 +122,12 @@ void measure_rows(const TileSource& source, int64_t query_tile, const Tile& tile
 class Strip {
  public:
   Strip(const TileSource& source, int64_t key_tiles, bool diagnose)
-      : query_tiles_(source.query_tiles()), p(at(key_tiles, 0) * kTileElements), ds_code(p.size()),
-        ds(diagnose ? p.size() : 0), dv_factor(at(key_tiles, 0)), dk_factor(dv_factor.size()) {}
+      : query_tiles_(source.query_tiles()),
+        p(at(key_tiles, 0) * kTileElements),
+        ds_code(p.size()),
+        ds(diagnose ? p.size() : 0),
+        dv_factor(at(key_tiles, 0)),
+        dk_factor(dv_factor.size()) {}
 
   // As many key tiles as fit: memory stays linear in the number of rows, and threads meet rarely.
   static int64_t key_tiles(const TileSource& source) {
@@ -264,8 +267,8 @@ Gradients run_backward(const TileSource& source, const Wanted& wanted, Diagnosti
   if (wanted.dk) out.dk.assign(key_elements, 0.0f);
   if (wanted.dv) out.dv.assign(key_elements, 0.0f);
   if (diagnostics) {
-    for (auto* rows : {&diagnostics->sum, &diagnostics->magnitude, &diagnostics->cast_sum,
-                       &diagnostics->cast_magnitude})
+    for (auto* rows :
+         {&diagnostics->sum, &diagnostics->magnitude, &diagnostics->cast_sum, &diagnostics->cast_magnitude})
       rows->assign(static_cast<size_t>(shape.queries), 0.0);
     diagnostics->dk_magnitude = 0;
   }

@@ -21,11 +21,11 @@ struct Tile {
   alignas(64) float ds[kTileElements];      // dS before its cast
   alignas(64) float ds_code[kTileElements];
   alignas(64) float bias[numerics::kTensorCoreStep * kTile];
-  float row_sum[kTile] = {};  // sum of p over the tile's keys
+  float row_sum[kTile] = {};    // sum of p over the tile's keys
   float p_factor[kTile] = {};   // per row: p * p_factor is the softmax P
   float dp_factor[kTile] = {};  // per row: dp * dp_factor is dP
-  float dv_factor = 0;  // multiplies p_code x D codes
-  float ds_scale = 0;   // multiplies ds_code
+  float dv_factor = 0;          // multiplies p_code x D codes
+  float ds_scale = 0;           // multiplies ds_code
 };
 
 // Computes tiles of one head and mode. Thread-safe after construction.
@@ -46,7 +46,8 @@ class TileSource {
   // Quantised dO without its weight.
   double unweighted_d_o(int64_t row, int64_t channel) const {
     const double weight = row_weight(row);
-    return weight == 0 ? 0.0 : static_cast<double>(d_o.row(row, shape.dim_padded)[channel]) * d_o.scale_of_row(row) / weight;
+    return weight == 0 ? 0.0
+                       : static_cast<double>(d_o.row(row, shape.dim_padded)[channel]) * d_o.scale_of_row(row) / weight;
   }
 
   int columns(int64_t row, int64_t key_tile) const {  // visible keys of the tile
@@ -61,8 +62,8 @@ class TileSource {
   const TwinConfig& config;
   const KvHead& kv;
   const QueryHead& query;
-  Codes d_o;                          // codes of (weighted) dO, for dP
-  Codes d_o_for_dv;                   // the same with the rounded sum's weight; empty where it is d_o
+  Codes d_o;         // codes of (weighted) dO, for dP
+  Codes d_o_for_dv;  // the same with the rounded sum's weight; empty where it is d_o
   const Codes& dv_codes() const { return d_o_for_dv.value.empty() ? d_o : d_o_for_dv; }
   ProductFn<float> product = nullptr;     // of codes
   ProductFn<float> dv_product = nullptr;  // of p_code and D codes

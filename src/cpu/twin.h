@@ -13,9 +13,9 @@ namespace dmattn::cpu {
 // Operands made from q: codes for S and codes for dK (the same unless Q is centred).
 struct QueryHead {
   Codes s;
-  Codes plain;                     // empty when it equals s: use plain_codes()
-  std::vector<float> bias_dots;    // [mean blocks][keys rounded up to 64]: mu . (k - mean); empty unless Q is centred
-  int64_t bias_rows = 128;         // rows of a mean block
+  Codes plain;                   // empty when it equals s: use plain_codes()
+  std::vector<float> bias_dots;  // [mean blocks][keys rounded up to 64]: mu . (k - mean); empty unless Q is centred
+  int64_t bias_rows = 128;       // rows of a mean block
   const Codes& plain_codes() const { return plain.value.empty() ? s : plain; }
 };
 
@@ -24,11 +24,11 @@ QueryHead prepare_query(const HeadShape& shape, const TwinConfig& config, const 
 
 // What a forward leaves. Sums are of 2^(x - reference), x the score in log2 units.
 struct Forward {
-  std::vector<float> accumulated;   // [queries][dim_padded]: O before the division
-  std::vector<float> reference;     // [queries]: M; -infinity for a row without keys
-  std::vector<float> sum;           // of unrounded P
-  std::vector<float> sum_rounded;   // of rounded P
-  std::vector<float> lse;           // natural log, of uncentred scores
+  std::vector<float> accumulated;  // [queries][dim_padded]: O before the division
+  std::vector<float> reference;    // [queries]: M; -infinity for a row without keys
+  std::vector<float> sum;          // of unrounded P
+  std::vector<float> sum_rounded;  // of rounded P
+  std::vector<float> lse;          // natural log, of uncentred scores
 };
 
 Forward forward(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const QueryHead& query,
@@ -39,23 +39,23 @@ std::vector<float> divide_o(const HeadShape& shape, const TwinConfig& config, co
 
 struct BackwardInput {
   Mode mode = Mode::matched;
-  const float* d_o = nullptr;        // [queries][dim_padded]
-  const float* o_stored = nullptr;   // O as BF16 holds it
-  const float* o_full = nullptr;     // onepass: O with its remainder
-  const float* reference = nullptr;  // [queries]
-  const float* sum = nullptr;        // [queries]: of unrounded P
+  const float* d_o = nullptr;          // [queries][dim_padded]
+  const float* o_stored = nullptr;     // O as BF16 holds it
+  const float* o_full = nullptr;       // onepass: O with its remainder
+  const float* reference = nullptr;    // [queries]
+  const float* sum = nullptr;          // [queries]: of unrounded P
   const float* sum_rounded = nullptr;  // [queries]: of rounded P
-  const float* delta = nullptr;      // true delta from outside, or null
+  const float* delta = nullptr;        // true delta from outside, or null
   const float* v_raw_tiles = nullptr;  // BF16-dP ablation
   PerTensorAmax amax;
-  float d_s_amax = -1;               // per-tensor ablation: amax of all of dS; below 0: per tile
+  float d_s_amax = -1;  // per-tensor ablation: amax of all of dS; below 0: per tile
 };
 
 // Per row, in FP64: sum and sum of magnitudes of dS, before and after its cast; and the column sums of dK.
 struct Diagnostics {
   std::vector<double> sum, magnitude, cast_sum, cast_magnitude;  // [queries]
-  std::vector<double> column;   // [dim_padded]: sum_j dK_jc, exact product of row sums and Q codes
-  double dk_magnitude = 0;      // sum |dK|, from dS before the cast
+  std::vector<double> column;  // [dim_padded]: sum_j dK_jc, exact product of row sums and Q codes
+  double dk_magnitude = 0;     // sum |dK|, from dS before the cast
 };
 
 struct Wanted {

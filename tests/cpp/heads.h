@@ -60,8 +60,7 @@ struct HeadRun {
 // One head through forward and backward, as an operator would call them.
 inline HeadRun run(const Head& head, const cpu::TwinConfig& config, Mode mode, bool diagnose = true) {
   HeadRun out;
-  const cpu::KvHead kv =
-      cpu::prepare_kv(head.shape, config, head.k.data(), head.v.data(), mode == Mode::bf16_dp);
+  const cpu::KvHead kv = cpu::prepare_kv(head.shape, config, head.k.data(), head.v.data(), mode == Mode::bf16_dp);
   const cpu::QueryHead query = cpu::prepare_query(head.shape, config, kv, head.q.data());
   out.forward = cpu::forward(head.shape, config, kv, query, head.q.data(), mode);
   out.o_full = cpu::divide_o(head.shape, config, out.forward, mode);
@@ -110,7 +109,8 @@ inline double median_of(std::vector<double> values) {
 inline double residual(const HeadRun& run) {
   std::vector<double> rows;
   for (size_t i = 1; i < run.diagnostics.sum.size(); ++i)
-    if (run.diagnostics.magnitude[i] > 0) rows.push_back(std::abs(run.diagnostics.sum[i]) / run.diagnostics.magnitude[i]);
+    if (run.diagnostics.magnitude[i] > 0)
+      rows.push_back(std::abs(run.diagnostics.sum[i]) / run.diagnostics.magnitude[i]);
   return median_of(rows);
 }
 

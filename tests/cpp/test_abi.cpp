@@ -62,11 +62,16 @@ struct Call {
   Sizes sizes;
 
   explicit Call(const Sizes& s, dmattn_mode mode = DMATTN_MATCHED, int64_t pad = 0)
-      : q(s.batch, s.q_len, s.q_heads, s.dim, 1, pad), k(s.batch, s.k_len, s.kv_heads, s.dim, 2, pad),
-        v(s.batch, s.k_len, s.kv_heads, s.dim, 3, pad), d_o(s.batch, s.q_len, s.q_heads, s.dim, 4, pad),
-        o(s.batch, s.q_len, s.q_heads, s.dim, 0, pad), o_low(s.batch, s.q_len, s.q_heads, s.dim, 0, pad),
-        dq(s.batch, s.q_len, s.q_heads, s.dim, 0, pad), dk(s.batch, s.k_len, s.kv_heads, s.dim, 0, pad),
-        dv(s.batch, s.k_len, s.kv_heads, s.dim, 0, pad), sizes(s) {
+      : q(s.batch, s.q_len, s.q_heads, s.dim, 1, pad),
+        k(s.batch, s.k_len, s.kv_heads, s.dim, 2, pad),
+        v(s.batch, s.k_len, s.kv_heads, s.dim, 3, pad),
+        d_o(s.batch, s.q_len, s.q_heads, s.dim, 4, pad),
+        o(s.batch, s.q_len, s.q_heads, s.dim, 0, pad),
+        o_low(s.batch, s.q_len, s.q_heads, s.dim, 0, pad),
+        dq(s.batch, s.q_len, s.q_heads, s.dim, 0, pad),
+        dk(s.batch, s.k_len, s.kv_heads, s.dim, 0, pad),
+        dv(s.batch, s.k_len, s.kv_heads, s.dim, 0, pad),
+        sizes(s) {
     const auto rows = static_cast<size_t>(s.batch * s.q_len * s.q_heads);
     for (auto* x : {&lse, &reference, &delta}) x->assign(rows, 0);
     sum.assign(2 * rows, 0);
@@ -270,7 +275,8 @@ TEST(Abi, QuantiseGivesCodesScalesAndMean) {
                            (exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9)) *
                            scale[static_cast<size_t>(i / 64)];
       const double expected = widen(call.k.at(0, i, 0, c)) - mean[static_cast<size_t>(c)];
-      EXPECT_LE(std::abs(value - expected), std::max(std::abs(expected) * 0x1p-4, 0x1p-10 * scale[static_cast<size_t>(i / 64)]) * 1.0001);
+      EXPECT_LE(std::abs(value - expected),
+                std::max(std::abs(expected) * 0x1p-4, 0x1p-10 * scale[static_cast<size_t>(i / 64)]) * 1.0001);
       difference += std::pow(value - expected, 2);
       size += expected * expected;
     }
@@ -306,7 +312,8 @@ TEST(Abi, RefusalsNameTheArgument) {
     EXPECT_NE(message.find(part), std::string::npos) << message;
   };
   constexpr float nan = std::numeric_limits<float>::quiet_NaN();
-  has(refusal([](Call& c, auto&) { c.problem.head_dim = 96; }, DMATTN_UNSUPPORTED), "head_dim: expected 64, 128 or 256");
+  has(refusal([](Call& c, auto&) { c.problem.head_dim = 96; }, DMATTN_UNSUPPORTED),
+      "head_dim: expected 64, 128 or 256");
   has(refusal([](Call& c, auto&) { c.problem.q_heads = 3, c.problem.kv_heads = 2; }, DMATTN_INVALID_VALUE), "q_heads");
   has(refusal([](Call& c, auto&) { c.problem.softmax_scale = nan; }, DMATTN_INVALID_VALUE), "softmax_scale");
   has(refusal([](Call& c, auto&) { c.problem.softmax_scale = 0; }, DMATTN_INVALID_VALUE), "softmax_scale");

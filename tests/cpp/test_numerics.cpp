@@ -48,8 +48,8 @@ TEST(Exp2, IntegersAreExactAndEndsAreDefined) {
 }
 
 TEST(Bf16, RoundsHalfToEvenAndKeepsNan) {
-  EXPECT_EQ(bf16_round(1.00390625f), 1.0f);           // 1 + 2^-8: halfway, down to even
-  EXPECT_EQ(bf16_round(1.01171875f), 1.015625f);      // 1 + 3 2^-8: halfway, up to even
+  EXPECT_EQ(bf16_round(1.00390625f), 1.0f);                    // 1 + 2^-8: halfway, down to even
+  EXPECT_EQ(bf16_round(1.01171875f), 1.015625f);               // 1 + 3 2^-8: halfway, up to even
   EXPECT_EQ(bf16_round(bits_float(0x3f808001u)), 1.0078125f);  // just above halfway
   EXPECT_TRUE(std::isinf(bf16_round(std::numeric_limits<float>::max())));
   EXPECT_TRUE(std::isnan(bf16_round(bits_float(0x7f800001u))));
@@ -161,13 +161,13 @@ TEST(QueryMean, HasAtMost64Blocks) {
 TEST(TreeDot, AddsLanesFarHalfFirst) {
   // Numbers that tell orders apart: a lane of 1e8, one of 1, one of -1e8, far apart in the butterfly.
   float a[128] = {};
-  a[0] = 1e8f;           // lane 0
-  a[8 * 8] = -1e8f;      // lane 8: meets lane 0 in the first step that both take part in
-  a[4 * 8] = 1.0f;       // lane 4
+  a[0] = 1e8f;       // lane 0
+  a[8 * 8] = -1e8f;  // lane 8: meets lane 0 in the first step that both take part in
+  a[4 * 8] = 1.0f;   // lane 4
   const auto one = [](int) { return 1.0f; };
   EXPECT_EQ(tree_dot([&](int i) { return a[i]; }, one, 128), 1.0f);
   a[8 * 8] = 1.0f;
-  a[4 * 8] = -1e8f;      // now 1e8 + 1 is rounded before -1e8 arrives
+  a[4 * 8] = -1e8f;  // now 1e8 + 1 is rounded before -1e8 arrives
   EXPECT_EQ(tree_dot([&](int i) { return a[i]; }, one, 128), 0.0f);
 }
 

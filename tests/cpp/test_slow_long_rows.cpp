@@ -46,8 +46,10 @@ TEST_P(SlowLongRows, TileExponentsKeepTheInvariantAndTheForwardsCodes) {
   const Measured exact = measure(head, truth, Accumulator::fp32, tile);
   const Measured modelled = measure(head, truth, Accumulator::tensor_core, tile);
   const Measured one_per_row = measure(head, truth, Accumulator::fp32, row);
-  for (const auto& [name, m] : {std::pair{"row_group fp32", forwards_codes}, {"tile fp32", exact},
-                                {"tile 13 bits", modelled}, {"row fp32", one_per_row}})
+  for (const auto& [name, m] : {std::pair{"row_group fp32", forwards_codes},
+                                {"tile fp32", exact},
+                                {"tile 13 bits", modelled},
+                                {"row fp32", one_per_row}})
     std::printf("sink %.1f  %-15s residual %.2e  dV of the median key %.4f\n", GetParam(), name, m.residual, m.dv);
   // Limits of the contract; the rows' own rounding of O to BF16 hi + lo is 2^-17, far below both.
   EXPECT_LE(exact.residual, 1e-4);

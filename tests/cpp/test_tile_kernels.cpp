@@ -77,7 +77,8 @@ TEST_P(TensorCore, EqualsItsDefinitionBitForBit) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, TensorCore, ::testing::Values(Kind::wide, Kind::narrow, Kind::one_signed, Kind::sparse));
+INSTANTIATE_TEST_SUITE_P(Kinds, TensorCore,
+                         ::testing::Values(Kind::wide, Kind::narrow, Kind::one_signed, Kind::sparse));
 
 TEST(TensorCoreFacts, TruncatesAndDriftsOnOneSignedSums) {
   // 4096 products of 1: in FP32 the sum is exact; 13 bits stop growing at 2^14, where a step's 32 still count.
@@ -170,8 +171,12 @@ TEST(Rows, AgreeOnEveryInstructionSet) {
         codes_sum += code[at];
       }
       ASSERT_EQ(sums.rounded, codes_sum);  // exact in any order
-      std::vector<float> all{sums.unrounded, total, amax, kernels.row_max(score.data(), n),
-                             kernels.dot_row(p.data(), dp.data(), n), kernels.amax(score.data(), n)};
+      std::vector<float> all{sums.unrounded,
+                             total,
+                             amax,
+                             kernels.row_max(score.data(), n),
+                             kernels.dot_row(p.data(), dp.data(), n),
+                             kernels.amax(score.data(), n)};
       for (const auto* x : {&p, &code, &ds, &cast}) all.insert(all.end(), x->begin(), x->end());
       if (seen.empty()) seen = all;
       ASSERT_TRUE(same_bits(seen, all)) << kernels.name;

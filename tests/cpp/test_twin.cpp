@@ -33,8 +33,8 @@ constexpr double kGaussianLimit = 0.2;
 class EveryMode : public ::testing::TestWithParam<Mode> {};
 
 TEST_P(EveryMode, StaysWithinFp8RoundingOfFp64) {
-  for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{1, 1}, {63, 63}, {64, 64}, {65, 65}, {129, 129},
-                                      {200, 77}, {77, 200}, {130, 300}})
+  for (const auto& [queries, keys] :
+       {std::pair<int64_t, int64_t>{1, 1}, {63, 63}, {64, 64}, {65, 65}, {129, 129}, {200, 77}, {77, 200}, {130, 300}})
     for (const bool causal : {true, false})
       for (const cpu::TwinConfig& config : kAll) {
         Head head(queries, keys, 64, causal);
@@ -219,8 +219,8 @@ TEST_P(EveryMode, NanSurfacesWhereItTouchesAndNowhereElse) {
     Head head(256, 256, 64);
     head.gaussian(13);
     Head in_v = head, in_d_o = head, in_k = head, in_q = head;
-    in_v.v[200 * 64] = nan;       // key block 3
-    in_d_o.d_o[10 * 64] = nan;    // query block 0
+    in_v.v[200 * 64] = nan;     // key block 3
+    in_d_o.d_o[10 * 64] = nan;  // query block 0
     in_k.k[200 * 64] = std::numeric_limits<float>::infinity();
     in_q.q[10 * 64] = nan;
     const HeadRun v = run(in_v, config, GetParam());
@@ -246,8 +246,8 @@ TEST_P(EveryMode, NanSurfacesWhereItTouchesAndNowhereElse) {
 
 std::vector<float> everything(const HeadRun& run) {
   std::vector<float> all;
-  for (const auto* x : {&run.o, &run.forward.lse, &run.gradients.dq, &run.gradients.dk, &run.gradients.dv,
-                        &run.gradients.delta})
+  for (const auto* x :
+       {&run.o, &run.forward.lse, &run.gradients.dq, &run.gradients.dk, &run.gradients.dv, &run.gradients.delta})
     all.insert(all.end(), x->begin(), x->end());
   for (const auto* x : {&run.diagnostics.sum, &run.diagnostics.column})
     for (const double value : *x) all.push_back(static_cast<float>(value));
@@ -276,8 +276,10 @@ TEST(Modes, DifferWhereTheyShould) {
   Head head(512, 512, 64);
   head.gaussian(15);
   for (const cpu::TwinConfig& config : {paper(), hopper()}) {
-    const double stale = residual(run(head, config, Mode::stale)), consistent = residual(run(head, config, Mode::consistent));
-    const double matched = residual(run(head, config, Mode::matched)), onepass = residual(run(head, config, Mode::onepass));
+    const double stale = residual(run(head, config, Mode::stale)),
+                 consistent = residual(run(head, config, Mode::consistent));
+    const double matched = residual(run(head, config, Mode::matched)),
+                 onepass = residual(run(head, config, Mode::onepass));
     EXPECT_GT(stale, consistent);
     EXPECT_GT(consistent, 1000 * matched);
     EXPECT_LT(matched, 5e-7);
@@ -344,7 +346,8 @@ TEST(Reference, EqualsFiniteDifferences) {
   Head head(5, 7, 16);
   head.gaussian(20);
   const auto loss = [&] {
-    const cpu::Reference r = cpu::reference_attention(head.shape, head.q.data(), head.k.data(), head.v.data(), nullptr, 1);
+    const cpu::Reference r =
+        cpu::reference_attention(head.shape, head.q.data(), head.k.data(), head.v.data(), nullptr, 1);
     double total = 0;
     for (size_t i = 0; i < r.o.size(); ++i) total += r.o[i] * head.d_o[i];
     return total;

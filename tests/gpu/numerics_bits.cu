@@ -23,13 +23,13 @@
 
 namespace dn = dmattn::numerics;
 
-#define CHECK(call)                                                                                \
-  do {                                                                                             \
-    const cudaError_t status = (call);                                                             \
-    if (status != cudaSuccess) {                                                                   \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(status));        \
-      std::exit(2);                                                                                \
-    }                                                                                              \
+#define CHECK(call)                                                                        \
+  do {                                                                                     \
+    const cudaError_t status = (call);                                                     \
+    if (status != cudaSuccess) {                                                           \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(status)); \
+      std::exit(2);                                                                        \
+    }                                                                                      \
   } while (0)
 
 int failures = 0;
@@ -150,7 +150,8 @@ void check_rules() {
   std::uniform_real_distribution<float> exponent(-120.0f, 100.0f);
   for (int i = 0; i < kCount; ++i)
     for (int j = 0; j < 256; ++j)
-      x.host[i * 256 + j] = i % 2 ? normal(random) : normal(random) * std::exp2(exponent(random) * (i % 4 ? 1.0f : 0.1f));
+      x.host[i * 256 + j] =
+          i % 2 ? normal(random) : normal(random) * std::exp2(exponent(random) * (i % 4 ? 1.0f : 0.1f));
   x.host[0] = dn::quiet_nan(), x.host[256] = 0, x.host[512] = dn::negative_infinity(), x.host[2] = 0;
   x.up();
   rules_of<<<kCount / 64, 64>>>(x.device, out.device, kCount);
@@ -269,8 +270,8 @@ void check_tensor_core() {
 int main() {
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
-  std::printf("%s, sm_%d%d\n%-44s %14s %12s\n", properties.name, properties.major, properties.minor, "check", "compared",
-              "mismatches");
+  std::printf("%s, sm_%d%d\n%-44s %14s %12s\n", properties.name, properties.major, properties.minor, "check",
+              "compared", "mismatches");
   check_cast();
   check_exp2();
   check_rules();
