@@ -114,6 +114,9 @@ What they say:
   the layer's norm, so the whole-tensor error of dQ hides it, and that of dK does not.
 - Centring Q (hopper numerics) halves the error of O and takes a quarter to a half off the gradients' where K has
   large shared components (`smollm2_l15`, `gemma3_l11`).
+- Hopper's integer references round the largest P of a row as well, where the article's amax / 448 scale keeps it exact:
+  consistent's residual is up to twice as large, and one sharp head (7 of `smollm2_l29`) has dQ off by 8.6 % in it, 4.5 %
+  with the article's codes. matched and onepass do not see it.
 - `per_tensor` is what one scale a tensor and no centring do: on the Qwen layers O itself is lost.
 """
 
