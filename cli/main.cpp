@@ -17,7 +17,7 @@ namespace dmattn::cli {
 namespace {
 
 int complain(const std::string& what) {
-  fmt::print(stderr, "dmattn: {}\n", one_line(what));
+  say_on_stderr(fmt::format("dmattn: {}\n", one_line(what)));
   return kBadInput;
 }
 

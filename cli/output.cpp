@@ -88,4 +88,6 @@ void print_out(std::string_view text) {
   }
 }
 
+void say_on_stderr(const std::string& text) { (void)std::fwrite(text.data(), 1, text.size(), stderr); }
+
 }  // namespace dmattn::cli

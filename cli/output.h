@@ -24,4 +24,7 @@ class OutputFile {
 // Throws InvalidValue if standard output does not take it all (a full disk).
 void print_out(std::string_view text);
 
+// A notice or a complaint. A stderr that cannot be written changes nothing: the exit code has said it.
+void say_on_stderr(const std::string& text);
+
 }  // namespace dmattn::cli

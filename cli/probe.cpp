@@ -98,7 +98,9 @@ std::string verdict(const ProbeResult& result) {
       mode = one;
     }
   }
-  if (worst == nullptr) return "\n  Nothing could be measured: no row has two keys and a gradient.\n";
+  if (worst == nullptr)
+    return result.nonfinite_heads.empty() ? "\n  Nothing could be measured: no row has two keys and a gradient.\n"
+                                          : "\n  Nothing could be measured: every head was left out.\n";
   std::string text = fmt::format("\n  Worst: head {}, whose dQ is off by {} of its norm in {}", worst->worst_head,
                                  percent(worst->worst_head_dq), name(mode));
   for (const HeadResult& head : result.heads) {
@@ -146,8 +148,8 @@ int run_probe(const ProbeOptions& options) {
   print_out(options.common.json() ? probe_json(result, layer, run, options.file, options.common.device()) + "\n"
                                   : probe_text(result, layer, run, options.file));
   if (result.nonfinite_heads.empty()) return kDone;
-  fmt::print(stderr, "dmattn: left out heads {}: their input holds NaN or infinity\n",
-             fmt::join(result.nonfinite_heads, ", "));
+  say_on_stderr(fmt::format("dmattn: left out heads {}: NaN or infinity in the input, or logits beyond 2^24\n",
+                            fmt::join(result.nonfinite_heads, ", ")));
   return kCheckFailed;
 }
 

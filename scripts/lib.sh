@@ -27,7 +27,9 @@ need_packages() {
   fi
   say "Installing packages: ${missing[*]}"
   "${as_root[@]}" apt-get update -qq || say "apt-get update had errors; trying with the lists at hand"
-  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
+  # Its own account of every file is left out; errors go to stderr.
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+    "${missing[@]}" >/dev/null
 }
 
 # build PRESET [CMAKE_ARGUMENT...]: into build/PRESET; the arguments count on the first call alone.

@@ -79,7 +79,7 @@ numerics are: [numerics.md](numerics.md).
 """
 
 SWEEP = """
-## Random heads
+## Random heads, {numerics} numerics
 
 `dmattn sweep --numerics {numerics}`: four heads, 512 tokens, D = 64, causal, six seeds; median over rows, then over
 heads and seeds.
@@ -107,16 +107,17 @@ READING = """
 What they say:
 
 - The residual of stale δ is one to two percent of Σ|dS| on every layer, two to five times that of consistent δ;
-  matched leaves FP32 round-off, onepass what the 13-bit accumulator leaves (nothing in paper numerics).
+  matched leaves FP32 round-off in the median row, onepass what the 13-bit accumulator leaves (nothing in paper
+  numerics). Rows that look at one key alone have almost no dS, and there the residual can reach 1 in every mode.
 - Over a whole layer the modes differ by a few percent of dQ: rounding of the codes dominates.
 - Head 7 of `qwen_l15` (head 1 of `qwen_l15_kv1`) is saturated, with logits up to 1,400 and nearly one-hot rows. Its
   true dS nearly vanishes, and the stale δ puts an error ten times its size in place. It holds a few thousandths of
   the layer's norm, so the whole-tensor error of dQ hides it, and that of dK does not.
-- Centring Q (hopper numerics) halves the error of O and takes a quarter to a half off the gradients' where K has
-  large shared components (`smollm2_l15`, `gemma3_l11`).
+- Centring Q (hopper numerics) halves the error of O and takes 20 to 70 % off the gradients' where K has large
+  shared components (`smollm2_l15`, `gemma3_l11`).
 - Hopper's integer references round the largest P of a row as well, where the article's amax / 448 scale keeps it exact:
-  consistent's residual is up to twice as large, and one sharp head (7 of `smollm2_l29`) has dQ off by 8.6 % in it, 4.5 %
-  with the article's codes. matched and onepass do not see it.
+  consistent's residual is up to 2.6 times as large, and one sharp head (7 of `smollm2_l29`) has dQ off by 8.6 % in it,
+  where an independent simulation with the article's codes and Q centred has 4.5 %. matched and onepass do not see it.
 - `per_tensor` is what one scale a tensor and no centring do: on the Qwen layers O itself is lost.
 """
 

@@ -173,8 +173,9 @@ DMATTN_API dmattn_status dmattn_delta(const dmattn_problem *problem, const dmatt
 
 DMATTN_API dmattn_status dmattn_quantise(const dmattn_problem *problem, const dmattn_quantise_args *args);
 
-/* FP64 attention (docs/numerics.md, "reference"): O, lse and, the gradients that are asked for (they need d_o), written as
- * contiguous doubles in the layouts above. Outputs may be NULL. Reads BF16 inputs; any head_dim. */
+/* FP64 attention (docs/numerics.md, "reference"): O, lse and the gradients that are asked for (they need d_o),
+ * written as contiguous doubles in the layouts above. Outputs may be NULL. Reads BF16 inputs; head_dim 1 ... 4096; the
+ * problem's numerics and centre are not looked at, its mode must be valid and plays no part. */
 typedef struct dmattn_reference_args {
   size_t struct_size; /* sizeof(dmattn_reference_args) */
   dmattn_tensor q, k, v, d_o;
@@ -183,8 +184,8 @@ typedef struct dmattn_reference_args {
 DMATTN_API dmattn_status dmattn_reference(const dmattn_problem *problem, const dmattn_reference_args *args);
 
 /* What FP8 does to one attention layer: residuals, column sums and errors against FP64, per mode and head.
- * All modes are run; problem->mode is ignored. On success *json is a dmattn.probe/1 document (docs/schemas.md)
- * that the caller frees with dmattn_free. `modes` is a bit mask of 1 << dmattn_mode, 0 = all. */
+ * `modes` is a bit mask of 1 << dmattn_mode, 0 = all; problem->mode must be valid and plays no part. On success *json
+ * is a dmattn.probe/1 document (docs/schemas.md) that the caller frees with dmattn_free, otherwise NULL. */
 typedef struct dmattn_probe_args {
   size_t struct_size; /* sizeof(dmattn_probe_args) */
   dmattn_tensor q, k, v, d_o;

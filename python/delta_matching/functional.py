@@ -96,6 +96,10 @@ def _attention(
         raise TypeError(f"centre: expected a name or None, got {type(centre).__name__}")
     q, k, v = _autocast(q, k, v)
     _refuse_forward_mode(q=q, k=k, v=v)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
+    if isinstance(softmax_scale, (str, bytes)):
+        raise TypeError(f"softmax_scale: expected a number or None, got {softmax_scale!r}")
     arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, mode, numerics, centre)
     o: Tensor
     lse: Tensor

@@ -146,6 +146,7 @@ dmattn_status dmattn_reference(const dmattn_problem* raw, const dmattn_reference
   return guarded([&] {
     // FP64 knows no numerics: check as paper numerics, which takes any head_dim.
     dmattn::check_pointer(raw, "problem");
+    dmattn::check_struct_size(raw->struct_size, sizeof *raw, "problem");
     dmattn_problem plain = *raw;
     plain.numerics = DMATTN_PAPER;
     plain.centre = DMATTN_CENTRE_DEFAULT;

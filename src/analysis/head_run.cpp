@@ -126,6 +126,13 @@ void HeadRunner::with_tiles(Mode mode,
   work(*cpu::make_tiles(inputs_.shape, in.config, in.kv, in.query, backward_input(mode, o)), o.stored);
 }
 
+bool HeadRunner::in_domain() {
+  return std::all_of(options_.modes.begin(), options_.modes.end(), [&](Mode mode) {
+    const std::vector<float>& sum = forward(mode).sum;
+    return std::none_of(sum.begin(), sum.end(), [](float value) { return std::isnan(value); });
+  });
+}
+
 float HeadRunner::forward_o_amax() {
   const Operands& in = operands(Mode::per_tensor);
   const auto o = cpu::divide_o(inputs_.shape, in.config, forward(Mode::per_tensor), Mode::per_tensor);

@@ -39,6 +39,7 @@ class HeadRunner {
  public:
   HeadRunner(const HeadInputs& inputs, const RunOptions& options, const TensorAmax& amax);
   HeadMode run(Mode mode);
+  bool in_domain();  // no row's logits exceed what its numerics can subtract (docs/numerics.md, section 3)
   // Lends the mode's tiles, and O as the backward reads it.
   void with_tiles(Mode mode, const std::function<void(const cpu::TileSource&, const std::vector<float>&)>& work);
   float forward_o_amax();        // per-tensor ablation: largest |O|

@@ -68,9 +68,12 @@ struct Group {
 };
 
 template <class T>
-void accumulate(std::vector<T>& sum, const std::vector<T>& part) {
-  if (sum.empty()) sum.assign(part.size(), T{});
-  for (size_t i = 0; i < part.size(); ++i) sum[i] += part[i];
+void accumulate(std::vector<T>& sum, std::vector<T>&& part) {
+  if (sum.empty()) {
+    sum = std::move(part);
+  } else {
+    for (size_t i = 0; i < part.size(); ++i) sum[i] += part[i];
+  }
 }
 
 class LayerProbe {
@@ -90,47 +93,52 @@ class LayerProbe {
   }
 
  private:
+  // Sums over a group's query heads, in ascending order.
+  struct GroupSums {
+    std::vector<double> dk_truth, dv_truth;
+    std::map<Mode, std::pair<std::vector<float>, std::vector<float>>> modes;  // dk, dv
+  };
+
   Group run_group(int64_t batch, int64_t kv_head) {
     const int64_t members = layer_.q_heads / layer_.kv_heads;
     Group group;
     group.heads.resize(static_cast<size_t>(members));
-    std::vector<double> dk_truth, dv_truth;
-    std::map<Mode, std::pair<std::vector<float>, std::vector<float>>> sums;
+    GroupSums sums;
     for (int64_t member = 0; member < members; ++member) {
       const HeadInputs inputs = head_inputs(layer_, batch, kv_head * members + member);
-      group.finite.push_back(inputs.finite);
-      if (inputs.finite) run_head(inputs, group.heads[static_cast<size_t>(member)], dk_truth, dv_truth, sums);
+      group.finite.push_back(inputs.finite && run_head(inputs, group.heads[static_cast<size_t>(member)], sums));
       report_progress();
     }
-    for (auto& [mode, sum] : sums) {
+    for (auto& [mode, sum] : sums.modes) {
       auto& [dk, dv] = sum;
       for (auto* x : {&dk, &dv})
         for (float& value : *x) value = numerics::bf16_round(value);
-      group.whole[mode].dk.add(dk, dk_truth);
-      group.whole[mode].dv.add(dv, dv_truth);
+      group.whole[mode].dk.add(dk, sums.dk_truth);
+      group.whole[mode].dv.add(dv, sums.dv_truth);
     }
     return group;
   }
 
-  void run_head(const HeadInputs& inputs, std::map<Mode, Tally>& tallies, std::vector<double>& dk_truth,
-                std::vector<double>& dv_truth,
-                std::map<Mode, std::pair<std::vector<float>, std::vector<float>>>& sums) {
-    const cpu::Reference truth = cpu::reference_attention(inputs.shape, inputs.q.data(), inputs.k.data(),
-                                                          inputs.v.data(), inputs.d_o.data(), options_.threads);
-    accumulate(dk_truth, truth.dk);
-    accumulate(dv_truth, truth.dv);
+  // False, and nothing added, for a head whose logits leave the domain.
+  bool run_head(const HeadInputs& inputs, std::map<Mode, Tally>& tallies, GroupSums& sums) {
     HeadRunner runner(inputs, options_, amax_);
+    if (!runner.in_domain()) return false;
+    cpu::Reference truth = cpu::reference_attention(inputs.shape, inputs.q.data(), inputs.k.data(), inputs.v.data(),
+                                                    inputs.d_o.data(), options_.threads);
     for (const Mode mode : options_.modes) {
-      const HeadMode result = runner.run(mode);
+      HeadMode result = runner.run(mode);
       Tally& tally = tallies[mode];
       tally.add_rows(inputs.shape, result.diagnostics);
       tally.o.add(result.o, truth.o);
       tally.dq.add(result.dq, truth.dq);
       tally.dk.add(result.dk, truth.dk);
       tally.dv.add(result.dv, truth.dv);
-      accumulate(sums[mode].first, result.dk);
-      accumulate(sums[mode].second, result.dv);
+      accumulate(sums.modes[mode].first, std::move(result.dk));
+      accumulate(sums.modes[mode].second, std::move(result.dv));
     }
+    accumulate(sums.dk_truth, std::move(truth.dk));
+    accumulate(sums.dv_truth, std::move(truth.dv));
+    return true;
   }
 
   void report_progress() {

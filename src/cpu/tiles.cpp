@@ -131,7 +131,7 @@ class Strip {
 
   // As many key tiles as fit: memory stays linear in the number of rows, and threads meet rarely.
   static int64_t key_tiles(const TileSource& source) {
-    constexpr int64_t kBytes = 16 << 20;  // speed alone: any number gives the same bits
+    constexpr int64_t kBytes = 8 << 20;  // speed alone: any number gives the same bits
     const int64_t one = source.query_tiles() * kTileElements * static_cast<int64_t>(2 * sizeof(float));
     return std::clamp<int64_t>(kBytes / std::max<int64_t>(one, 1), 1, blocks_of(source.shape.keys, kTile));
   }

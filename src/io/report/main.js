@@ -30,7 +30,10 @@ function rivals(modes) {
 
 function headline(modes, heads, d) {
   const [worse, better] = rivals(modes), worst = worse && d.modes[worse].worst_head;
-  if (!worst || !(worst.dq > 0)) return "Nothing to measure: no row has two keys and a gradient";
+  if (!worst || !(worst.dq > 0))
+    return d.nonfinite_heads.length
+      ? "Nothing to measure: NaN, infinity or logits beyond 2^24 in every head"
+      : "Nothing to measure: no row has two keys and a gradient";
   const repaired = better && heads.find((head) => head.head === worst.head)?.modes[better]?.error.dq;
   const first = `In head ${worst.head} the ${worse} δ leaves an error ${compared(worst.dq)} the query gradient`;
   return measured(repaired) ? `${first}; the ${better} δ, ${percent(repaired)}` : first;
