@@ -133,7 +133,7 @@ class Strip {
   static int64_t key_tiles(const TileSource& source) {
     constexpr int64_t kBytes = 8 << 20;  // speed alone: any number gives the same bits
     const int64_t one = source.query_tiles() * kTileElements * static_cast<int64_t>(2 * sizeof(float));
-    return std::clamp<int64_t>(kBytes / std::max<int64_t>(one, 1), 1, blocks_of(source.shape.keys, kTile));
+    return std::max<int64_t>(1, std::min(kBytes / std::max<int64_t>(one, 1), blocks_of(source.shape.keys, kTile)));
   }
 
   size_t at(int64_t key_tile, int64_t query_tile) const {  // key_tile counted from the strip's first
