@@ -25,7 +25,6 @@ if(DMATTN_SANITIZE)
   set_target_properties(attention_example PROPERTIES LINKER_LANGUAGE CXX)  # the runtime's C++ half, for the library
 endif()
 add_test(NAME attention_example COMMAND attention_example)
-set_tests_properties(attention_example PROPERTIES ENVIRONMENT "${DMATTN_TEST_ENVIRONMENT}")
 
 # A weak symbol in an object built for AVX-512 may be the copy that the linker keeps for everyone, and then the program
 # dies on an older CPU. Those objects may define nothing weak.
@@ -44,7 +43,7 @@ if(DMATTN_SANITIZE MATCHES "thread")
     add_executable(tsan_${kind} tsan/race.cpp)
     target_link_libraries(tsan_${kind} PRIVATE OpenMP::OpenMP_CXX)
     add_test(NAME tsan_${kind} COMMAND tsan_${kind})
-    set_tests_properties(tsan_${kind} PROPERTIES LABELS threads ENVIRONMENT "${DMATTN_TEST_ENVIRONMENT}")
+    set_tests_properties(tsan_${kind} PROPERTIES LABELS threads)
   endforeach()
   target_compile_definitions(tsan_planted PRIVATE PLANT_RACE)
   set_tests_properties(tsan_planted PROPERTIES PASS_REGULAR_EXPRESSION "WARNING: ThreadSanitizer: data race")
