@@ -40,3 +40,16 @@ elseif(DMATTN_SANITIZE MATCHES "address")
        UBSAN_OPTIONS=print_stacktrace=1
        LSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/tests/asan/leaks.supp:print_suppressions=0)
 endif()
+
+# ctest reads the file that this writes before it runs a test. (As a property, a list does not survive the quoting of
+# discovered tests.) What the user has set stays.
+function(dmattn_use_test_environment)
+  set(content "")
+  foreach(entry IN LISTS DMATTN_TEST_ENVIRONMENT)
+    string(REGEX MATCH "^([^=]+)=(.*)$" matched "${entry}")
+    string(APPEND content
+      "if(NOT DEFINED ENV{${CMAKE_MATCH_1}})\n  set(ENV{${CMAKE_MATCH_1}} [==[${CMAKE_MATCH_2}]==])\nendif()\n")
+  endforeach()
+  file(CONFIGURE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/test_environment.cmake CONTENT "${content}" @ONLY)
+  set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${CMAKE_CURRENT_BINARY_DIR}/test_environment.cmake)
+endfunction()
