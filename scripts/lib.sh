@@ -44,8 +44,8 @@ build() {
 }
 
 # need_venv: .venv with what the Python package and its tests need; pip runs when that list has changed.
-# DMATTN_TORCH_SPEC: what to give pip for torch, e.g. "torch --index-url https://download.pytorch.org/whl/cpu" for a
-# build without CUDA (200 MB in place of 5 GB).
+# DMATTN_TORCH_SPEC: what to give pip for torch, e.g. "torch --index-url URL" with PyTorch's own index of builds without
+# CUDA (200 MB in place of 5 GB).
 need_venv() {
   .venv/bin/python -c '' 2>/dev/null || { rm -rf .venv && python3 -m venv .venv; }
   local requirements torch=() stamp=.venv/requirements
