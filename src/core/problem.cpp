@@ -49,7 +49,8 @@ void add_sequences(Problem& out, const dmattn_problem& in) {
     throw InvalidValue("cu_seqlens: expected both of cu_seqlens_q and cu_seqlens_k or neither, got one");
   out.variable_length = in.cu_seqlens_q != nullptr;
   if (!out.variable_length) {
-    out.sequences.assign(static_cast<size_t>(in.batch), {0, in.q_len, 0, in.k_len});
+    if (in.q_len == 0 && in.k_len == 0) out.batch = 0;  // however many sequences without rows: nothing to do
+    out.sequences.assign(static_cast<size_t>(out.batch), {0, in.q_len, 0, in.k_len});
     return;
   }
   check_offsets("cu_seqlens_q", in.cu_seqlens_q, in.batch, in.q_len);

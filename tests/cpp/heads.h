@@ -1,6 +1,7 @@
 // Heads for tests: random or hand-made, as the twin takes them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <vector>

@@ -296,6 +296,12 @@ TEST(Abi, EmptyProblemsAreFine) {
   }
 }
 
+TEST(Abi, SequencesWithoutRowsCostNothing) {
+  Call call({1, 0, 0, 1, 1, 64});
+  call.problem.batch = int64_t{1} << 31;  // would be 64 GB of bookkeeping
+  call.run();
+}
+
 std::string refusal(const std::function<void(Call&, dmattn_forward_args&)>& spoil, dmattn_status expected) {
   Call call({1, 8, 8, 2, 1, 64});
   dmattn_forward_args f = call.forward_args();

@@ -1,6 +1,7 @@
 // The small rules of src/numerics, each against its stated domain and error.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
