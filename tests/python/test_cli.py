@@ -221,7 +221,6 @@ def test_every_cut_of_a_file(layer: Path, tmp_path: Path) -> None:
     refused("probe", cut, says="after the last tensor")
 
 
-@pytest.mark.skipif(not EXAMPLE.is_file(), reason="the example layer is not there")
 def test_every_cut_of_the_example(tmp_path: Path) -> None:
     content = EXAMPLE.read_bytes()
     cut = tmp_path / "cut"
