@@ -1,6 +1,7 @@
 // The C ABI: checks arguments, calls the backend, turns exceptions into a status and a message.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -138,6 +139,9 @@ dmattn_status dmattn_quantise(const dmattn_problem* raw, const dmattn_quantise_a
       dmattn::check_pointer(args->codes, "codes");
       dmattn::check_pointer(args->scale, "scale");
     }
+    const int64_t heads = is_query ? problem.q_heads : problem.kv_heads;
+    if (args->mean && problem.batch == 0)  // sequences without rows count as none, but each still has a mean: zero
+      std::fill_n(args->mean, raw->batch * heads * problem.head_dim, 0.0f);
     dmattn::cpu::quantise(problem, *args);
   });
 }

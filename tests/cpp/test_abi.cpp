@@ -302,6 +302,17 @@ TEST(Abi, SequencesWithoutRowsCostNothing) {
   call.run();
 }
 
+TEST(Abi, MeanOfNoRowsIsZero) {
+  Call call({3, 0, 0, 2, 1, 64});
+  std::vector<float> mean(3 * 64, -1.0f);
+  dmattn_quantise_args a{};
+  a.struct_size = sizeof a;
+  a.operand = DMATTN_OPERAND_K;
+  a.mean = mean.data();
+  ASSERT_EQ(dmattn_quantise(&call.problem, &a), DMATTN_OK) << dmattn_last_error();
+  EXPECT_EQ(mean, std::vector<float>(3 * 64, 0.0f));
+}
+
 std::string refusal(const std::function<void(Call&, dmattn_forward_args&)>& spoil, dmattn_status expected) {
   Call call({1, 8, 8, 2, 1, 64});
   dmattn_forward_args f = call.forward_args();
