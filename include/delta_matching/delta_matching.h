@@ -2,7 +2,7 @@
  *
  * C ABI. Plain structs, no CUDA and no Torch in sight. Every function returns a status; on anything but
  * DMATTN_OK, dmattn_last_error() holds one line that names the argument, what was expected and what came,
- * and no output has been written.
+ * and no output has been written (DMATTN_DEVICE_ERROR: outputs are undefined).
  *
  * Notation: per head, S = Q K^T * softmax_scale, P = softmax(S), O = P V; dP = dO V^T,
  * dS = P o (dP - delta), delta_i = sum_j P_ij dP_ij. `mode` says where delta comes from (docs/method.md).
@@ -12,6 +12,12 @@
  * element strides. With cu_seqlens ("varlen") the tensors are [total, heads, head_dim] and batch_stride is
  * ignored. Row vectors (lse, delta, saved statistics) are FP32, contiguous: [batch, q_heads, q_len], or
  * [q_heads, total_q] with cu_seqlens.
+ *
+ * CUDA: with device = DMATTN_CUDA every tensor, row vector, cu_seqlens and workspace is device memory of device_index,
+ * and the call only queues kernels on `stream`: no allocation, no synchronisation, nothing kept between calls, so that
+ * a CUDA graph can capture it. cu_seqlens cannot be checked without reading them back: the kernels clamp offsets that
+ * fall or leave the tensor, so nothing outside is touched, but results of such a call are meaningless; callers who want
+ * an error check the offsets first. Compute capability 9.0 (Hopper), hopper numerics, the tensor core's accumulator.
  *
  * Threads: every function may be called from several threads at once. The library keeps no state between
  * calls but the thread-local error message. It never allocates device memory and never synchronises a stream.
@@ -37,7 +43,8 @@ typedef enum dmattn_status {
   DMATTN_INVALID_VALUE = 1, /* a value or a pointer is out of its domain (Python: ValueError) */
   DMATTN_UNSUPPORTED = 2,   /* well-formed, but not offered here: device, head_dim, combination (RuntimeError) */
   DMATTN_OUT_OF_MEMORY = 3, /* host memory ran out; nothing was written */
-  DMATTN_INTERNAL = 4       /* a fault of the library */
+  DMATTN_INTERNAL = 4,      /* a fault of the library */
+  DMATTN_DEVICE_ERROR = 5   /* the CUDA runtime refused a query or a launch (RuntimeError) */
 } dmattn_status;
 
 /* Where delta comes from. */
@@ -91,6 +98,13 @@ typedef struct dmattn_problem {
    * Start at 0, never fall, end at or below q_len / k_len; rows past the end are not read or written. */
   const int32_t *cu_seqlens_q;
   const int32_t *cu_seqlens_k;
+  /* With cu_seqlens on CUDA: no sequence is longer; 0 = the totals. They bound the workspace and the work that is
+   * queued; a longer sequence makes the results meaningless, as wrong offsets do. Ignored otherwise. */
+  int64_t max_q_len;
+  int64_t max_k_len;
+  /* CUDA backward: most bytes of dS held at a time; 0 = 1 GiB. Less room means more and smaller launches, and never
+   * changes a bit. A group of query heads against 128 keys is held even where that takes more. */
+  size_t workspace_cap;
 } dmattn_problem;
 
 typedef struct dmattn_tensor {
@@ -133,10 +147,12 @@ typedef struct dmattn_backward_args {
 
 /* Operand to quantise: decides block rows and centring. */
 typedef enum dmattn_operand {
-  DMATTN_OPERAND_Q = 0,  /* blocks of 128 rows, plain */
-  DMATTN_OPERAND_K = 1,  /* blocks of 64 rows, the mean over the sequence removed if centre has K */
-  DMATTN_OPERAND_V = 2,  /* blocks of 64 rows */
-  DMATTN_OPERAND_D_O = 3 /* blocks of 128 rows */
+  DMATTN_OPERAND_Q = 0,       /* blocks of 128 rows, plain */
+  DMATTN_OPERAND_K = 1,       /* blocks of 64 rows, the mean over the sequence removed if centre has K */
+  DMATTN_OPERAND_V = 2,       /* blocks of 64 rows */
+  DMATTN_OPERAND_D_O = 3,     /* blocks of 128 rows */
+  DMATTN_OPERAND_Q_SCORES = 4 /* blocks of 128 rows, as S takes them: the mean of its block of rows removed if centre
+                                 has Q, scales raised until the bias of every key of `k` fits; CUDA only */
 } dmattn_operand;
 
 typedef struct dmattn_quantise_args {
@@ -145,8 +161,14 @@ typedef struct dmattn_quantise_args {
   dmattn_tensor x;    /* in */
   uint8_t *codes;     /* out: E4M3 codes, contiguous [batch, len, heads, head_dim] ([total, heads, head_dim]) */
   float *scale;       /* out: [batch, heads, ceil(len / block)]: multiplies a code to dequantise;
-                         with cu_seqlens [batch, heads, ceil(max len / block)], unused entries 0 */
-  float *mean;        /* out, may be NULL: [batch, heads, head_dim], what was subtracted */
+                         with cu_seqlens [batch, heads, ceil(max len / block)], unused entries 0; max len: of the
+                         offsets, on CUDA max_q_len or max_k_len */
+  float *mean;        /* out, may be NULL: [batch, heads, head_dim], what was subtracted; Q_SCORES:
+                         [batch, heads, n, head_dim], n = ceil(len / (128 max(1, ceil(len / 8192)))); with
+                         cu_seqlens n = min(64, ceil(max len / 128)), unused entries undefined */
+  dmattn_tensor k;    /* in, Q_SCORES alone: the keys that q meets */
+  void *workspace;    /* device memory of at least dmattn_workspace_size's forward_bytes; NULL on the CPU */
+  size_t workspace_bytes;
 } dmattn_quantise_args;
 
 /* Version of the library ("0.1.0") and of the hopper numerics contract (docs/numerics.md): bits are comparable
@@ -157,11 +179,13 @@ DMATTN_API int32_t dmattn_numerics_version(void);
 /* The calling thread's last failure, "" if none. Valid until that thread's next call. */
 DMATTN_API const char *dmattn_last_error(void);
 
-/* 1 if calls with this device can run here, else 0. */
+/* 1 if calls with this device can run here, else 0. CUDA: this build has the kernels and some GPU here runs them. */
 DMATTN_API int32_t dmattn_device_available(int32_t device);
 
-/* Device bytes that forward and backward need. 0 on the CPU, which uses host memory of its own, linear in
- * q_len + k_len. */
+/* Device bytes that forward and backward need (dmattn_delta: the backward's; dmattn_quantise: the forward's). 0 on the
+ * CPU, which uses host memory of its own, linear in q_len + k_len. On CUDA they follow from the problem alone (with
+ * cu_seqlens from batch, totals and max lengths, never from the offsets), and the workspace must be aligned to 256
+ * bytes, as cudaMalloc and Torch give it; it holds nothing between calls. */
 DMATTN_API dmattn_status dmattn_workspace_size(const dmattn_problem *problem, size_t *forward_bytes,
                                                size_t *backward_bytes);
 
@@ -171,6 +195,7 @@ DMATTN_API dmattn_status dmattn_backward(const dmattn_problem *problem, const dm
 /* The mode's true delta alone: args->delta_out is required, dq, dk, dv are ignored. */
 DMATTN_API dmattn_status dmattn_delta(const dmattn_problem *problem, const dmattn_backward_args *args);
 
+/* On CUDA: K, V and Q_SCORES (the other operands of the backward depend on its saved statistics). */
 DMATTN_API dmattn_status dmattn_quantise(const dmattn_problem *problem, const dmattn_quantise_args *args);
 
 /* FP64 attention (docs/numerics.md, "reference"): O, lse and the gradients that are asked for (they need d_o),

@@ -29,7 +29,8 @@ enum class Status : int {
   invalid_value = DMATTN_INVALID_VALUE,
   unsupported = DMATTN_UNSUPPORTED,
   out_of_memory = DMATTN_OUT_OF_MEMORY,
-  internal = DMATTN_INTERNAL
+  internal = DMATTN_INTERNAL,
+  device_error = DMATTN_DEVICE_ERROR
 };
 enum class Mode : int32_t {
   matched = DMATTN_MATCHED,
@@ -50,7 +51,8 @@ enum class Operand : int32_t {
   q = DMATTN_OPERAND_Q,
   k = DMATTN_OPERAND_K,
   v = DMATTN_OPERAND_V,
-  d_o = DMATTN_OPERAND_D_O
+  d_o = DMATTN_OPERAND_D_O,
+  q_scores = DMATTN_OPERAND_Q_SCORES
 };
 
 // What a call that did not succeed throws: the library's one line, and its status.
@@ -115,6 +117,12 @@ class Problem {
     raw_.cu_seqlens_q = cu_seqlens_q;
     return set(raw_.cu_seqlens_k, cu_seqlens_k);
   }
+  // Bounds of the sequences' lengths, for variable lengths on CUDA; 0 = the totals.
+  Problem& max_lengths(int64_t max_q_len, int64_t max_k_len) {
+    raw_.max_q_len = max_q_len;
+    return set(raw_.max_k_len, max_k_len);
+  }
+  Problem& workspace_cap(size_t bytes) { return set(raw_.workspace_cap, bytes); }
 
   const dmattn_problem& raw() const noexcept { return raw_; }
   dmattn_problem& raw() noexcept { return raw_; }
