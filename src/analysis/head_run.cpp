@@ -105,12 +105,12 @@ cpu::BackwardInput HeadRunner::backward_input(Mode mode, const Output& o) {
   return in;
 }
 
-HeadMode HeadRunner::run(Mode mode) {
+HeadMode HeadRunner::run(Mode mode, cpu::KeySums* group) {
   const Operands& in = operands(mode);
   Output o = output(mode);
   HeadMode out;
   cpu::Gradients gradients =
-      cpu::backward(inputs_.shape, in.config, in.kv, in.query, backward_input(mode, o), {}, &out.diagnostics);
+      cpu::backward(inputs_.shape, in.config, in.kv, in.query, backward_input(mode, o), {}, &out.diagnostics, group);
   round_to_bf16(gradients.dq);
   out.o = std::move(o.stored);
   out.dq = std::move(gradients.dq);

@@ -38,7 +38,7 @@ TensorAmax tensor_amax(const Layer& layer, const RunOptions& options);
 class HeadRunner {
  public:
   HeadRunner(const HeadInputs& inputs, const RunOptions& options, const TensorAmax& amax);
-  HeadMode run(Mode mode);
+  HeadMode run(Mode mode, cpu::KeySums* group = nullptr);  // dK and dV go to the group's sums as well
   bool in_domain();  // no row's logits exceed what its numerics can subtract (docs/numerics.md, section 3)
   // Lends the mode's tiles, and O as the backward reads it.
   void with_tiles(Mode mode, const std::function<void(const cpu::TileSource&, const std::vector<float>&)>& work);

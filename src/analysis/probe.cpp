@@ -96,7 +96,7 @@ class LayerProbe {
   // Sums over a group's query heads, in ascending order.
   struct GroupSums {
     std::vector<double> dk_truth, dv_truth;
-    std::map<Mode, std::pair<std::vector<float>, std::vector<float>>> modes;  // dk, dv
+    std::map<Mode, cpu::KeySums> modes;
   };
 
   Group run_group(int64_t batch, int64_t kv_head) {
@@ -110,11 +110,11 @@ class LayerProbe {
       report_progress();
     }
     for (auto& [mode, sum] : sums.modes) {
-      auto& [dk, dv] = sum;
-      for (auto* x : {&dk, &dv})
+      cpu::finish(options_.numerics, layer_.softmax_scale, sum);
+      for (auto* x : {&sum.dk, &sum.dv})
         for (float& value : *x) value = numerics::bf16_round(value);
-      group.whole[mode].dk.add(dk, sums.dk_truth);
-      group.whole[mode].dv.add(dv, sums.dv_truth);
+      group.whole[mode].dk.add(sum.dk, sums.dk_truth);
+      group.whole[mode].dv.add(sum.dv, sums.dv_truth);
     }
     return group;
   }
@@ -126,15 +126,13 @@ class LayerProbe {
     cpu::Reference truth = cpu::reference_attention(inputs.shape, inputs.q.data(), inputs.k.data(), inputs.v.data(),
                                                     inputs.d_o.data(), options_.threads);
     for (const Mode mode : options_.modes) {
-      HeadMode result = runner.run(mode);
+      const HeadMode result = runner.run(mode, &sums.modes[mode]);
       Tally& tally = tallies[mode];
       tally.add_rows(inputs.shape, result.diagnostics);
       tally.o.add(result.o, truth.o);
       tally.dq.add(result.dq, truth.dq);
       tally.dk.add(result.dk, truth.dk);
       tally.dv.add(result.dv, truth.dv);
-      accumulate(sums.modes[mode].first, std::move(result.dk));
-      accumulate(sums.modes[mode].second, std::move(result.dv));
     }
     accumulate(sums.dk_truth, std::move(truth.dk));
     accumulate(sums.dv_truth, std::move(truth.dv));

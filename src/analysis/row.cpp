@@ -23,12 +23,14 @@ TiledRow last_row(const cpu::TileSource& source) {
   out.delta = source.true_delta(row);
   const auto tile = std::make_unique<cpu::Tile>();
   for (int64_t key_tile = 0; key_tile < source.key_tiles(query_tile); ++key_tile) {
-    source.compute(query_tile, key_tile, *tile);
-    const double code_factor = tile->dv_factor;  // hopper tiles differ in exponent, paper's codes are P already
+    cpu::Exponents exponents;
+    for (int64_t tile_above = source.interval_start(query_tile, key_tile); tile_above <= query_tile; ++tile_above)
+      source.compute(tile_above, key_tile, exponents, *tile);
     for (int j = 0; j < source.columns(row, key_tile); ++j) {
-      const size_t element = at * kTile + static_cast<size_t>(j);
-      out.p.push_back(static_cast<double>(tile->p[element]) * tile->p_factor[at]);
-      out.p_code.push_back(tile->p_code[element] * code_factor);
+      const size_t element = at * kTile + static_cast<size_t>(j),
+                   keys = static_cast<size_t>(j / numerics::kExponentKeys);
+      out.p.push_back(static_cast<double>(tile->p[element]) * tile->p_scale[keys] * tile->p_factor[at]);
+      out.p_code.push_back(static_cast<double>(tile->p_code[element]) * tile->dv.factor[keys]);
       out.dp.push_back(static_cast<double>(tile->dp[element]) * tile->dp_factor[at]);
       out.ds.push_back(tile->ds[element]);
     }

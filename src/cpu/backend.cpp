@@ -102,11 +102,6 @@ BackwardInput twin_input(const Problem& problem, const QueryInputs& in, const fl
   return input;
 }
 
-void add(std::vector<float>& sum, const std::vector<float>& part) {
-  if (sum.empty()) sum.assign(part.size(), 0.0f);
-  for (size_t i = 0; i < part.size(); ++i) sum[i] += part[i];
-}
-
 KvHead load_kv(const Problem& problem, const HeadShape& shape, const dmattn_tensor& k, const dmattn_tensor& v,
                int64_t sequence, int64_t kv_head) {
   const std::vector<float> keys = load(head_view(problem, k, sequence, kv_head, false));
@@ -149,19 +144,18 @@ void backward(const Problem& problem, const dmattn_backward_args& args) {
   each_group(problem, [&](int64_t sequence, int64_t kv_head) {
     const HeadShape shape = head_shape(problem, sequence);
     const KvHead kv = load_kv(problem, shape, args.k, args.v, sequence, kv_head);
-    std::vector<float> dk, dv;  // of the group, in FP32, query heads in ascending order
+    KeySums group;
     for (int64_t head = kv_head * problem.group(); head < (kv_head + 1) * problem.group(); ++head) {
       const QueryInputs in = query_inputs(problem, args, shape, kv, sequence, head);
       const int64_t first = problem.row_vector(sequence, head);
       const BackwardInput input = twin_input(problem, in, args.delta ? args.delta + first : nullptr);
-      const Gradients gradients = backward(shape, config, kv, in.query, input, wanted);
+      const Gradients gradients = backward(shape, config, kv, in.query, input, wanted, nullptr, &group);
       if (wanted.dq) store(gradients.dq, head_view(problem, args.dq, sequence, head, true));
       if (args.delta_out) std::copy(gradients.delta.begin(), gradients.delta.end(), args.delta_out + first);
-      add(dk, gradients.dk);
-      add(dv, gradients.dv);
     }
-    if (wanted.dk) store(dk, head_view(problem, args.dk, sequence, kv_head, false));
-    if (wanted.dv) store(dv, head_view(problem, args.dv, sequence, kv_head, false));
+    finish(problem.numerics, shape.softmax_scale, group);
+    if (wanted.dk) store(group.dk, head_view(problem, args.dk, sequence, kv_head, false));
+    if (wanted.dv) store(group.dv, head_view(problem, args.dv, sequence, kv_head, false));
   });
 }
 
@@ -180,7 +174,8 @@ void delta(const Problem& problem, const dmattn_backward_args& args) {
 
 void quantise(const Problem& problem, const dmattn_quantise_args& args) {
   const bool is_query = args.operand == DMATTN_OPERAND_Q || args.operand == DMATTN_OPERAND_D_O;
-  const int64_t block = is_query ? numerics::kQueryScaleRows : numerics::kKeyScaleRows;
+  const int64_t query_block = problem.numerics == Numerics::hopper ? numerics::kFlushRows : numerics::kQueryScaleRows;
+  const int64_t block = is_query ? query_block : numerics::kKeyScaleRows;
   const int64_t heads = is_query ? problem.q_heads : problem.kv_heads, dim = problem.head_dim;
   const int64_t dim_padded = round_up(dim, kLanes);
   int64_t longest = 0;

@@ -27,17 +27,11 @@ struct HeadShape {
   }
 };
 
-// Which probabilities share an exponent in hopper's backward. The contract is `tile`; the others exist to be measured
-// beside it (docs/numerics.md, section 4): `row` is one reference per row, `row_group` the forward's own codes, one
-// exponent per row and 64 keys, which no tensor-core product can take (use Accumulator::fp32).
-enum class ExponentRule { tile, row, row_group };
-
 struct TwinConfig {
   Numerics numerics = Numerics::hopper;
   Centre centre = Centre::qk;
   Accumulator accumulator = Accumulator::tensor_core;
   int threads = 0;
-  ExponentRule exponent_rule = ExponentRule::tile;
 };
 
 // Codes of a matrix with one scale per `block` rows.

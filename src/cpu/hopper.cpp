@@ -1,11 +1,11 @@
-// Hopper numerics: integer softmax references, O divided by the rounded sum, w folded into dO, one exponent per
-// 64 x 64 tile in the backward. Clauses refer to docs/numerics.md.
+// Hopper numerics: integer softmax references, O divided by the rounded sum, w folded into dO, and exponents of the
+// backward's codes that hold while dV and dK stay in the tensor core. Clauses refer to docs/numerics.md.
 #include <algorithm>
 #include <cmath>
 
 #include "cpu/parallel.h"
 #include "cpu/tiles.h"
-#include "numerics/exp2.h"
+#include "numerics/exponent.h"
 #include "numerics/softmax.h"
 
 namespace dmattn::cpu {
@@ -19,27 +19,19 @@ ProductFn<float> product_of(const TwinConfig& config) {
                                                         : tile_kernels().product_exact;
 }
 
-// Scores only: the forward and the backward share how a tile of S is made.
-class Scores : public TileSource {
- public:
-  using TileSource::TileSource;
-  void compute(int64_t, int64_t, Tile&) const override {}
-  float true_delta(int64_t) const override { return 0; }
-};
-
 // One row's running state over key tiles (clause "forward").
 struct RowState {
   float reference = numerics::negative_infinity();
   float sum = 0, sum_rounded = 0;  // in units of 2^-8
 };
 
-void forward_tile(const Scores& source, int64_t query_tile, int64_t key_tile, Tile& tile, RowState* state, float* o,
+void forward_tile(const HeadTiles& source, int64_t query_tile, int64_t key_tile, Tile& tile, RowState* state, float* o,
                   std::vector<float>& buffer) {
   const HeadShape& shape = source.shape;
   const auto dim = static_cast<int>(shape.dim_padded);
   const int64_t first = query_tile * kTile, rows = std::min<int64_t>(kTile, shape.queries - first);
-  const float factor = score_factor(shape, source.kv, source.query, query_tile, key_tile);
-  tile_scores(source, query_tile, key_tile, tile.score, tile.bias);
+  const float factor = source.score_factor(query_tile, key_tile);
+  source.scores(query_tile, key_tile, tile.score, tile.bias);
   float group[kTile];  // 2^(b - M) of each row
   std::fill(tile.p_code, tile.p_code + kTileElements, 0.0f);
   std::fill(group, group + kTile, 0.0f);
@@ -49,8 +41,9 @@ void forward_tile(const Scores& source, int64_t query_tile, int64_t key_tile, Ti
     RowState& row = state[i];
     const float* score = tile.score + i * kTile;
     const float b = numerics::group_reference(tile_kernels().row_max(score, n) * factor);
-    const ExpSums sums =
-        tile_kernels().exp_row(score, factor, kProbabilityExponent - b, n, tile.p + i * kTile, tile.p_code + i * kTile);
+    float offset[kGroups];
+    std::fill_n(offset, kGroups, kProbabilityExponent - b);
+    const ExpSums sums = tile_kernels().exp_row(score, factor, offset, n, tile.p + i * kTile, tile.p_code + i * kTile);
     const float reference = numerics::raise_reference(row.reference, b);
     const float rescale = power_of_two(row.reference - reference);
     group[i] = power_of_two(b - reference);
@@ -68,7 +61,7 @@ void forward_tile(const Scores& source, int64_t query_tile, int64_t key_tile, Ti
       tile_kernels().axpy(buffer.data() + i * dim, v_scale * group[i], dim, o + i * dim);
 }
 
-void finish_rows(const Scores& source, const float* q, int64_t first, int64_t rows, const RowState* state,
+void finish_rows(const HeadTiles& source, const float* q, int64_t first, int64_t rows, const RowState* state,
                  Forward& out) {
   const HeadShape& shape = source.shape;
   for (int64_t i = 0; i < rows; ++i) {
@@ -95,8 +88,7 @@ void finish_rows(const Scores& source, const float* q, int64_t first, int64_t ro
 
 Forward hopper_forward(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const QueryHead& query,
                        const float* q) {
-  Scores source(shape, config, kv, query);
-  source.product = product_of(config);
+  const HeadTiles source(shape, config, kv, query, product_of(config));
   const auto rows = static_cast<size_t>(shape.queries);
   Forward out;
   out.accumulated.assign(rows * static_cast<size_t>(shape.dim_padded), 0.0f);
@@ -120,8 +112,10 @@ class HopperTiles final : public TileSource {
  public:
   HopperTiles(const HeadShape& head_shape, const TwinConfig& twin_config, const KvHead& kv_head,
               const QueryHead& query_head, const BackwardInput& input)
-      : TileSource(head_shape, twin_config, kv_head, query_head), mode_(input.mode) {
-    product = dv_product = product_of(config);
+      : TileSource(head_shape, twin_config, kv_head, query_head, product_of(twin_config)), mode_(input.mode) {
+    dv_product = product;
+    flush_tiles = kIntervalTiles;
+    promote = tile_kernels().add_scaled;
     weigh_gradient(input);
     if (input.delta) {
       for (int64_t i = 0; i < shape.queries; ++i) set_delta(i, input.delta[i]);
@@ -132,26 +126,22 @@ class HopperTiles final : public TileSource {
     }
   }
 
-  void compute(int64_t query_tile, int64_t key_tile, Tile& tile) const override {
-    const float exponent = probabilities(query_tile, key_tile, tile);
+  void compute(int64_t query_tile, int64_t key_tile, Exponents& exponents, Tile& tile) const override {
+    const bool p_nan = probabilities(query_tile, key_tile, exponents, tile);
     const float dp_scale = gradients_of_p(query_tile, key_tile, tile);
-    const float scale = power_of_two(exponent - kProbabilityExponent);
     const float* p = mode_ == Mode::onepass ? tile.p_code : tile.p;
-    float amax = 0;
-    bool p_nan = false;  // codes cannot hold a NaN: the factors carry it
+    float amax = p_nan ? numerics::quiet_nan() : 0.0f;
     for (int64_t i = 0; i < kTile; ++i) {
       const int64_t row = query_tile * kTile + i;
       const float delta = row < shape.queries ? delta_[static_cast<size_t>(row)] : 0.0f;
       const float weight = row < shape.queries ? weight_[static_cast<size_t>(row)] : 0.0f;
-      tile.p_factor[i] = scale * weight;
+      tile.p_factor[i] = weight;
       tile.dp_factor[i] = weight == 0.0f ? 0.0f : dp_scale / weight;
-      if (tile.row_sum[i] != tile.row_sum[i]) p_nan = true;
-      amax = numerics::amax_step(amax, tile_kernels().ds_row(p + i * kTile, scale, tile.dp + i * kTile, dp_scale, delta,
-                                                             columns(row, key_tile), tile.ds + i * kTile));
+      amax = numerics::amax_step(amax, tile_kernels().ds_row(p + i * kTile, tile.p_scale, tile.dp + i * kTile, dp_scale,
+                                                             delta, columns(row, key_tile), tile.ds + i * kTile));
     }
-    cast_tile(tile, p_nan ? numerics::quiet_nan() : amax, TileScaleRule::power_of_two);
-    tile.dv_factor = scale * dv_codes().scale_of_row(query_tile * kTile);
-    if (p_nan) tile.dv_factor = numerics::quiet_nan();
+    cast(amax, exponents.ds, tile);
+    scale_keys(query_tile * kTile, exponents, p_nan, tile);
   }
 
   double row_weight(int64_t row) const override { return weight_[static_cast<size_t>(row)]; }
@@ -185,8 +175,8 @@ class HopperTiles final : public TileSource {
         if (!onepass) for_dv[at] = dv_weight * input.d_o[at];
       }
     }
-    d_o = quantise(weighted_.data(), shape.queries, dim, numerics::kQueryScaleRows);
-    if (!onepass) d_o_for_dv = quantise(for_dv.data(), shape.queries, dim, numerics::kQueryScaleRows);
+    d_o = quantise(weighted_.data(), shape.queries, dim, numerics::kFlushRows);
+    if (!onepass) d_o_for_dv = quantise(for_dv.data(), shape.queries, dim, numerics::kFlushRows);
   }
 
   void set_delta(int64_t row, float true_value) {
@@ -208,27 +198,34 @@ class HopperTiles final : public TileSource {
     }
   }
 
-  // Sum of P dP over sum of P, both in FP32 and of the very numbers dS is made from.
+  // Sum of P dP over sum of P, both in FP32 and of the very numbers dS is made from, but for their exponents.
   void matched_delta(int64_t query_tile) {
     const auto tile = std::make_unique<Tile>();
     const int64_t first = query_tile * kTile, rows = std::min<int64_t>(kTile, shape.queries - first);
     float weighted[kTile] = {}, total[kTile] = {};
     for (int64_t key_tile = 0; key_tile < key_tiles(query_tile); ++key_tile) {
-      const float scale = power_of_two(probabilities(query_tile, key_tile, *tile) - kProbabilityExponent);
+      const float factor = score_factor(query_tile, key_tile);
+      scores(query_tile, key_tile, tile->score, tile->bias);
       const float dp_scale = gradients_of_p(query_tile, key_tile, *tile);
       for (int64_t i = 0; i < rows; ++i) {
-        const int n = columns(first + i, key_tile);
-        const float* p = tile->p + i * kTile;
-        weighted[i] += tile_kernels().dot_row(p, tile->dp + i * kTile, n) * (scale * dp_scale);
-        total[i] += tile->row_sum[i] * scale;
+        const int n = live_columns(first + i, key_tile);
+        if (n == 0) continue;
+        float* p = tile->p + i * kTile;
+        const float reference = reference_[static_cast<size_t>(first + i)] - kProbabilityExponent;
+        const float sum = tile_kernels().exp_row_plain(tile->score + i * kTile, factor, reference, n, p);
+        weighted[i] += tile_kernels().dot_row(p, tile->dp + i * kTile, n) * (dp_scale / numerics::kProbabilityScale);
+        total[i] += sum / numerics::kProbabilityScale;
       }
     }
     for (int64_t i = 0; i < rows; ++i)
       delta_[static_cast<size_t>(first + i)] = total[i] == 0.0f ? 0.0f : weighted[i] / total[i];
   }
 
-  // P of the tile with one exponent e for all of it: p = 2^(8 + x - c - e), codes likewise. Returns e.
-  float probabilities(int64_t query_tile, int64_t key_tile, Tile& tile) const;
+  // P of the tile, p = 2^(8 + x - c - E) with E by groups of 16 keys, and its codes. True if there is a NaN in it.
+  bool probabilities(int64_t query_tile, int64_t key_tile, Exponents& exponents, Tile& tile) const;
+  void own_exponents(int64_t query_tile, int64_t key_tile, float factor, const Tile& tile, float* own) const;
+  bool exponentials(int64_t query_tile, int64_t key_tile, float factor, const float* exponents, Tile& tile) const;
+
   float gradients_of_p(int64_t query_tile, int64_t key_tile, Tile& tile) const {
     const auto dim = static_cast<int>(shape.dim_padded);
     product(kTile, kTile, dim, d_o.row(query_tile * kTile, dim), dim, kv.v_tiles.data() + key_tile * kTile * dim, kTile,
@@ -236,44 +233,90 @@ class HopperTiles final : public TileSource {
     return d_o.scale_of_row(query_tile * kTile) * kv.v.scale[static_cast<size_t>(key_tile)];
   }
 
-  bool live(int64_t row) const { return row < shape.queries && weight_[static_cast<size_t>(row)] != 0.0f; }
+  // Codes of dS with the interval's exponent; a tile that is not finite leaves it as it was.
+  static void cast(float amax, float& exponent, Tile& tile) {
+    const float own = numerics::tile_exponent(amax);
+    exponent = numerics::raise_exponent(exponent, own, amax * power_of_two(-exponent));
+    cast_tile(tile, own == own ? numerics::exponent_scale(exponent) : numerics::tile_scale(amax));
+  }
 
-  static constexpr float kNoExponent = -1000.0f;  // below any exponent that matters; 2^(it - 8) is 0
+  // An exponent that is not set counts nothing, whatever else its factor holds. Codes cannot hold a NaN of P or dS: the
+  // factors carry it.
+  void scale_keys(int64_t row, const Exponents& exponents, bool p_nan, Tile& tile) const {
+    const float unset = numerics::negative_infinity();
+    const float dv_scale = dv_codes().scale_of_row(row), dk_scale = query.plain_codes().scale_of_row(row);
+    for (int w = 0; w < kGroups; ++w) {
+      tile.dv.exponent[w] = exponents.p[w];
+      tile.dv.factor[w] = exponents.p[w] == unset ? 0.0f : tile.p_scale[w] * dv_scale;
+      if (p_nan) tile.dv.factor[w] = numerics::quiet_nan();
+      tile.dk.exponent[w] = exponents.ds;
+      tile.dk.factor[w] = tile.ds_scale == 0.0f ? 0.0f : tile.ds_scale * dk_scale;
+    }
+  }
+
+  int live_columns(int64_t row, int64_t key_tile) const {
+    return row < shape.queries && weight_[static_cast<size_t>(row)] != 0.0f ? columns(row, key_tile) : 0;
+  }
+
   Mode mode_;
   std::vector<float> weight_, reference_, delta_, weighted_;
 };
 
-float HopperTiles::probabilities(int64_t query_tile, int64_t key_tile, Tile& tile) const {
-  const float factor = score_factor(shape, kv, query, query_tile, key_tile);
-  tile_scores(*this, query_tile, key_tile, tile.score, tile.bias);
-  float own[kTile];  // b - c of each row: the exponent its codes had in the forward
-  float exponent = kNoExponent;
-  for (int64_t i = 0; i < kTile; ++i) {
-    const int64_t row = query_tile * kTile + i;
-    const int n = live(row) ? columns(row, key_tile) : 0;
-    own[i] = kNoExponent;
-    if (n == 0) continue;
-    const float b = numerics::group_reference(tile_kernels().row_max(tile.score + i * kTile, n) * factor);
-    own[i] = b - reference_[static_cast<size_t>(row)];
-    exponent = std::max(exponent, own[i]);  // a NaN row does not take part
+bool HopperTiles::probabilities(int64_t query_tile, int64_t key_tile, Exponents& exponents, Tile& tile) const {
+  const float factor = score_factor(query_tile, key_tile), unset = numerics::negative_infinity();
+  scores(query_tile, key_tile, tile.score, tile.bias);
+  float own[kGroups];
+  own_exponents(query_tile, key_tile, factor, tile, own);
+  for (int w = 0; w < kGroups; ++w)
+    if (exponents.p[w] == unset) exponents.p[w] = own[w];
+  bool nan = exponentials(query_tile, key_tile, factor, exponents.p, tile), raised = false;
+  for (int w = 0; w < kGroups; ++w) {
+    if (!(own[w] > exponents.p[w])) continue;
+    float largest = 0;
+    for (int i = 0; i < kTile; ++i)
+      largest = numerics::amax_step(
+          largest, tile_kernels().amax(tile.p_code + i * kTile + w * numerics::kExponentKeys, numerics::kExponentKeys));
+    const float before = exponents.p[w];
+    exponents.p[w] = numerics::raise_exponent(before, own[w], largest);
+    raised = raised || exponents.p[w] != before;
   }
-  if (config.exponent_rule == ExponentRule::row) exponent = 0;
-  const bool own_codes = config.exponent_rule == ExponentRule::row_group;
+  if (raised) nan = exponentials(query_tile, key_tile, factor, exponents.p, tile);
+  for (int w = 0; w < kGroups; ++w) tile.p_scale[w] = power_of_two(exponents.p[w] - kProbabilityExponent);
+  return nan;
+}
+
+// The exponent that each group would take by itself: the largest b - c of its keys. A NaN takes no part.
+void HopperTiles::own_exponents(int64_t query_tile, int64_t key_tile, float factor, const Tile& tile,
+                                float* own) const {
+  constexpr int kKeys = numerics::kExponentKeys;
+  std::fill_n(own, kGroups, numerics::negative_infinity());
   for (int64_t i = 0; i < kTile; ++i) {
     const int64_t row = query_tile * kTile + i;
-    const int n = live(row) ? columns(row, key_tile) : 0;
-    const float reference = n > 0 ? reference_[static_cast<size_t>(row)] + (own_codes ? own[i] : exponent) : 0.0f;
-    float* p = tile.p + i * kTile;
-    float* code = tile.p_code + i * kTile;
-    tile.row_sum[i] =
-        tile_kernels().exp_row(tile.score + i * kTile, factor, kProbabilityExponent - reference, n, p, code).unrounded;
-    if (own_codes && n > 0) {  // in the tile's units, as no E4M3 code could hold them
-      const float shift = power_of_two(own[i] - exponent);
-      for (int j = 0; j < kTile; ++j) p[j] *= shift, code[j] *= shift;
-      tile.row_sum[i] *= shift;
+    const int n = live_columns(row, key_tile);
+    for (int w = 0; w * kKeys < n; ++w) {
+      const float* score = tile.score + i * kTile + w * kKeys;
+      const float b = numerics::group_reference(tile_kernels().row_max(score, std::min(kKeys, n - w * kKeys)) * factor);
+      own[w] = std::max(own[w], b - reference_[static_cast<size_t>(row)]);
     }
   }
-  return exponent;
+}
+
+bool HopperTiles::exponentials(int64_t query_tile, int64_t key_tile, float factor, const float* exponents,
+                               Tile& tile) const {
+  bool nan = false;
+  for (int64_t i = 0; i < kTile; ++i) {
+    const int64_t row = query_tile * kTile + i;
+    const int n = live_columns(row, key_tile);
+    const float reference = n > 0 ? reference_[static_cast<size_t>(row)] : 0.0f;
+    float offset[kGroups];
+    for (int w = 0; w < kGroups; ++w) offset[w] = kProbabilityExponent - (reference + exponents[w]);
+    const float sum =
+        tile_kernels()
+            .exp_row(tile.score + i * kTile, factor, offset, n, tile.p + i * kTile, tile.p_code + i * kTile)
+            .unrounded;
+    nan = nan || sum != sum;
+  }
+  return nan;
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace {
 //
 // Per output and step of 32: E = the largest of the products' exponents (sum of the operands' exponents; a
 // subnormal has -6; a zero operand takes no part) and the accumulator's. Every term is truncated toward zero to a
-// multiple of 2^(E - 13), the sum is exact, then truncated to 13 fraction bits. Lanes are outputs.
+// multiple of 2^(E - 13), at least of 2^-126, the sum is exact, then truncated to 13 fraction bits. Lanes are outputs.
 
 constexpr int kLaneWidth = kVectorBytes / 4;
 constexpr int kGroups = 4;                   // vectors of outputs worked on together
@@ -41,14 +41,15 @@ inline __attribute__((always_inline)) F step(const float* a, const float* b, int
   const I sum_bits = reinterpret_cast<I>(sum);
   const I sum_biased = (sum_bits >> 23) & 0xff;
   I pair = __builtin_convertvector(largest[group], I);
-  // Exponent of the unit, biased: products E + 127, or the accumulator's; 64 if all terms are zero (any unit will do).
-  pair = pair >= kSmallestPair ? pair - 2 * kExponentOffset + 127 : I{} + 64;
+  // Exponent E, biased: of the products, or the accumulator's. No unit lies below 2^-126, FP32's smallest normal.
+  constexpr int kSmallest = numerics::kAccumulatorFractionBits + 1;
+  pair = pair >= kSmallestPair ? pair - 2 * kExponentOffset + 127 : I{} + kSmallest;
   const I unit = (sum_biased > pair ? sum_biased : pair) - numerics::kAccumulatorFractionBits;
   const F inverse = reinterpret_cast<F>((254 - unit) << 23);
   I total = __builtin_convertvector(sum * inverse, I);  // truncates toward zero
   for (int kk = 0; kk < numerics::kTensorCoreStep; ++kk) {
     const F right = load<F>(b + kk * ldb + group * kLaneWidth);
-    total += __builtin_convertvector(right * inverse * a[kk], I);
+    total += __builtin_convertvector(right * a[kk] * inverse, I);  // a product is exact, and may be zero
   }
   const F exact = __builtin_convertvector(total, F);  // below 2^21: exact
   const I kept = reinterpret_cast<I>(exact) & ~((1 << (23 - numerics::kAccumulatorFractionBits)) - 1);

@@ -9,6 +9,7 @@ namespace dmattn::cpu::DMATTN_ISA {
 namespace {
 
 constexpr int kTile = numerics::kTile;
+static_assert(kLanes == numerics::kExponentKeys);  // a row's groups are its lanes' turns
 
 // Sums run over 16 lanes, then the far half is added to the near one: the same order for every vector width.
 inline __attribute__((always_inline)) float fold_sum(float* lane) {
@@ -50,12 +51,15 @@ float row_max(const float* x, int n) {
   return largest;
 }
 
-ExpSums exp_row(const float* score, float factor, float offset, int n, float* p, float* code) {
-  for (int j = 0; j < kTile; ++j) {
-    const float power = numerics::exp2_polynomial(numerics::fused(score[j], factor, offset));
-    const float kept = j < n ? power : 0.0f;
-    p[j] = kept;
-    code[j] = kept == kept ? numerics::e4m3_round(kept) : 0.0f;  // a NaN travels in sums and factors
+ExpSums exp_row(const float* score, float factor, const float* offset, int n, float* p, float* code) {
+  for (int first = 0; first < kTile; first += kLanes) {
+    const float of_group = offset[first / kLanes];
+    for (int j = first; j < first + kLanes; ++j) {
+      const float power = numerics::exp2_polynomial(numerics::fused(score[j], factor, of_group));
+      const float kept = j < n ? power : 0.0f;
+      p[j] = kept;
+      code[j] = kept == kept ? numerics::e4m3_round(kept) : 0.0f;  // a NaN travels in sums and factors
+    }
   }
   float plain[kLanes] = {}, rounded[kLanes] = {};
   for (int j = 0; j < kTile; j += kLanes)
@@ -77,10 +81,13 @@ float exp_row_plain(const float* score, float factor, float reference, int n, fl
   return fold_sum(lane);
 }
 
-float ds_row(const float* p, float p_scale, const float* dp, float dp_scale, float delta, int n, float* ds) {
-  for (int j = 0; j < kTile; ++j) {
-    const float value = (p[j] * p_scale) * numerics::fused(dp[j], dp_scale, -delta);
-    ds[j] = j < n ? value : 0.0f;
+float ds_row(const float* p, const float* p_scale, const float* dp, float dp_scale, float delta, int n, float* ds) {
+  for (int first = 0; first < kTile; first += kLanes) {
+    const float of_group = p_scale[first / kLanes];
+    for (int j = first; j < first + kLanes; ++j) {
+      const float value = (p[j] * of_group) * numerics::fused(dp[j], dp_scale, -delta);
+      ds[j] = j < n ? value : 0.0f;
+    }
   }
   return amax(ds, kTile);
 }
@@ -99,6 +106,10 @@ void axpy(const float* x, float factor, int64_t n, float* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = numerics::fused(x[i], factor, y[i]);
 }
 
+void add_scaled(const float* x, float factor, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = y[i] + x[i] * factor;
+}
+
 }  // namespace
 
 void fill_rows(TileKernels& table) {
@@ -110,6 +121,7 @@ void fill_rows(TileKernels& table) {
   table.ds_row = ds_row;
   table.dot_row = dot_row;
   table.axpy = axpy;
+  table.add_scaled = add_scaled;
 }
 
 }  // namespace dmattn::cpu::DMATTN_ISA

@@ -26,39 +26,27 @@ float encode_group(const float* p, Mode mode, float* code) {
   return scale.scale;
 }
 
-class PaperScores : public TileSource {
- public:
-  PaperScores(const HeadShape& head_shape, const TwinConfig& twin_config, const KvHead& kv_head,
-              const QueryHead& query_head)
-      : TileSource(head_shape, twin_config, kv_head, query_head) {
-    product = tile_kernels().product_exact;
-    dv_product = tile_kernels().product_f32;  // P decoded per row is no code
-  }
-  void compute(int64_t, int64_t, Tile&) const override {}
-  float true_delta(int64_t) const override { return 0; }
-
-  // Scores of 64 queries against every key they see, and each row's maximum (log2 units).
-  void strip(int64_t query_tile, Tile& tile, std::vector<float>& scores, float* reference) const {
-    std::fill(reference, reference + kTile, numerics::negative_infinity());
-    for (int64_t key_tile = 0; key_tile < key_tiles(query_tile); ++key_tile) {
-      float* score = scores.data() + key_tile * kTileElements;
-      tile_scores(*this, query_tile, key_tile, score, tile.bias);
-      const float factor = score_factor(shape, kv, query, query_tile, key_tile);
-      for (int64_t i = 0; i < kTile; ++i) {
-        const int n = columns(query_tile * kTile + i, key_tile);
-        if (n == 0) continue;
-        const float largest = tile_kernels().row_max(score + i * kTile, n) * factor;
-        if (largest > reference[i] || largest != largest) reference[i] = largest;
-      }
+// Scores of 64 queries against every key they see, and each row's maximum (log2 units).
+void row_scores(const HeadTiles& tiles, int64_t query_tile, Tile& tile, std::vector<float>& scores, float* reference) {
+  std::fill(reference, reference + kTile, numerics::negative_infinity());
+  for (int64_t key_tile = 0; key_tile < tiles.key_tiles(query_tile); ++key_tile) {
+    float* score = scores.data() + key_tile * kTileElements;
+    tiles.scores(query_tile, key_tile, score, tile.bias);
+    const float factor = tiles.score_factor(query_tile, key_tile);
+    for (int64_t i = 0; i < kTile; ++i) {
+      const int n = tiles.columns(query_tile * kTile + i, key_tile);
+      if (n == 0) continue;
+      const float largest = tile_kernels().row_max(score + i * kTile, n) * factor;
+      if (largest > reference[i] || largest != largest) reference[i] = largest;
     }
   }
-};
+}
 
 }  // namespace
 
 Forward paper_forward(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const QueryHead& query,
                       const float* q, Mode mode) {
-  const PaperScores source(shape, config, kv, query);
+  const HeadTiles source(shape, config, kv, query, tile_kernels().product_exact);
   const auto rows = static_cast<size_t>(shape.queries);
   const auto dim = static_cast<int>(shape.dim_padded);
   Forward out;
@@ -69,11 +57,11 @@ Forward paper_forward(const HeadShape& shape, const TwinConfig& config, const Kv
     std::vector<float> scores(static_cast<size_t>(source.key_tiles(query_tile) * kTileElements));
     std::vector<float> buffer(static_cast<size_t>(kTile * dim));
     float reference[kTile], group[kTile];
-    source.strip(query_tile, *tile, scores, reference);
+    row_scores(source, query_tile, *tile, scores, reference);
     for (float& value : reference) value = numerics::final_reference(value);
     const int64_t first = query_tile * kTile, count = std::min<int64_t>(kTile, shape.queries - first);
     for (int64_t key_tile = 0; key_tile < source.key_tiles(query_tile); ++key_tile) {
-      const float factor = score_factor(shape, kv, query, query_tile, key_tile);
+      const float factor = source.score_factor(query_tile, key_tile);
       std::fill(tile->p_code, tile->p_code + kTileElements, 0.0f);
       for (int64_t i = 0; i < count; ++i) {
         const auto row = static_cast<size_t>(first + i);
@@ -109,11 +97,13 @@ Forward paper_forward(const HeadShape& shape, const TwinConfig& config, const Kv
 
 namespace {
 
-class PaperTiles final : public PaperScores {
+class PaperTiles final : public TileSource {
  public:
   PaperTiles(const HeadShape& head_shape, const TwinConfig& twin_config, const KvHead& kv_head,
              const QueryHead& query_head, const BackwardInput& input)
-      : PaperScores(head_shape, twin_config, kv_head, query_head), input_(input) {
+      : TileSource(head_shape, twin_config, kv_head, query_head, tile_kernels().product_exact), input_(input) {
+    dv_product = tile_kernels().product_f32;  // P decoded per row is no code
+    promote = tile_kernels().axpy;
     const auto rows = static_cast<size_t>(shape.queries);
     d_o = quantise(input.d_o, shape.queries, shape.dim_padded, numerics::kQueryScaleRows, input.amax.d_o);
     delta_.assign(rows, 0.0f);
@@ -130,7 +120,7 @@ class PaperTiles final : public PaperScores {
     }
   }
 
-  void compute(int64_t query_tile, int64_t key_tile, Tile& tile) const override {
+  void compute(int64_t query_tile, int64_t key_tile, Exponents&, Tile& tile) const override {
     probabilities(query_tile, key_tile, tile);
     const float dp_scale = gradients_of_p(query_tile, key_tile, tile);
     float amax = 0;
@@ -151,7 +141,8 @@ class PaperTiles final : public PaperScores {
       tile.p_factor[i] = 1 / input_.sum[at];
       tile.dp_factor[i] = dp_scale;
       const float group = encode_group(p, input_.mode, code);
-      const float p_scale = onepass ? group / input_.sum_rounded[at] : 1 / input_.sum[at];
+      float p_scale[kGroups];
+      std::fill_n(p_scale, kGroups, onepass ? group / input_.sum_rounded[at] : 1 / input_.sum[at]);
       amax = numerics::amax_step(amax, tile_kernels().ds_row(onepass ? code : p, p_scale, tile.dp + i * kTile, dp_scale,
                                                              delta_[at], n, tile.ds + i * kTile));
       const float to_p = group / input_.sum[at];  // dV multiplies P as the row's group decodes it
@@ -159,17 +150,18 @@ class PaperTiles final : public PaperScores {
       for (int j = 0; j < kTile; ++j) code[j] *= to_p;
     }
     if (p_nan) amax = numerics::quiet_nan();
-    cast_tile(tile, input_.d_s_amax >= 0 && amax == amax ? input_.d_s_amax : amax, TileScaleRule::amax);
-    tile.dv_factor = d_o.scale_of_row(query_tile * kTile);
-    if (p_nan) tile.dv_factor = numerics::quiet_nan();
+    cast_tile(tile, numerics::block_scale(input_.d_s_amax >= 0 && amax == amax ? input_.d_s_amax : amax));
+    std::fill_n(tile.p_scale, kGroups, 1.0f);
+    std::fill_n(tile.dv.factor, kGroups, p_nan ? numerics::quiet_nan() : d_o.scale_of_row(query_tile * kTile));
+    std::fill_n(tile.dk.factor, kGroups, tile.ds_scale * query.plain_codes().scale_of_row(query_tile * kTile));
   }
 
   float true_delta(int64_t row) const override { return delta_[static_cast<size_t>(row)]; }
 
  private:
   void probabilities(int64_t query_tile, int64_t key_tile, Tile& tile) const {
-    tile_scores(*this, query_tile, key_tile, tile.score, tile.bias);
-    const float factor = score_factor(shape, kv, query, query_tile, key_tile);
+    scores(query_tile, key_tile, tile.score, tile.bias);
+    const float factor = score_factor(query_tile, key_tile);
     for (int64_t i = 0; i < kTile; ++i) {
       const int64_t row = query_tile * kTile + i;
       const int n = columns(row, key_tile);

@@ -85,6 +85,8 @@ Codes quantise_centred(const HeadShape& shape, const KvHead& kv, const CentredQu
 QueryHead prepare_query(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const float* q,
                         const PerTensorAmax& amax) {
   QueryHead head;
+  if (config.numerics == Numerics::hopper)
+    head.plain = quantise(q, shape.queries, shape.dim_padded, numerics::kFlushRows);
   if (config.centre != Centre::qk) {
     head.s = quantise(q, shape.queries, shape.dim_padded, numerics::kQueryScaleRows, amax.q);
     return head;
@@ -93,7 +95,6 @@ QueryHead prepare_query(const HeadShape& shape, const TwinConfig& config, const 
   CentredQuery centred = centre_query(shape, config, kv, q, head.bias_rows);
   head.s = quantise_centred(shape, kv, centred, head.bias_rows);
   head.bias_dots = std::move(centred.bias_dots);
-  head.plain = quantise(q, shape.queries, shape.dim_padded, numerics::kQueryScaleRows);
   return head;
 }
 
@@ -124,8 +125,8 @@ std::unique_ptr<TileSource> make_tiles(const HeadShape& shape, const TwinConfig&
 }
 
 Gradients backward(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const QueryHead& query,
-                   const BackwardInput& input, const Wanted& wanted, Diagnostics* diagnostics) {
-  return run_backward(*make_tiles(shape, config, kv, query, input), wanted, diagnostics);
+                   const BackwardInput& input, const Wanted& wanted, Diagnostics* diagnostics, KeySums* group) {
+  return run_backward(*make_tiles(shape, config, kv, query, input), wanted, diagnostics, group);
 }
 
 float d_s_amax(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const QueryHead& query,
@@ -134,9 +135,10 @@ float d_s_amax(const HeadShape& shape, const TwinConfig& config, const KvHead& k
   std::vector<float> largest(static_cast<size_t>(source->query_tiles()), 0.0f);
   parallel_for(source->query_tiles(), config.threads, [&](int64_t query_tile) {
     const auto tile = std::make_unique<Tile>();
+    Exponents exponents;  // paper numerics has none
     float& amax = largest[static_cast<size_t>(query_tile)];
     for (int64_t key_tile = 0; key_tile < source->key_tiles(query_tile); ++key_tile) {
-      source->compute(query_tile, key_tile, *tile);
+      source->compute(query_tile, key_tile, exponents, *tile);
       amax = std::max(amax, tile_kernels().amax(tile->ds, kTileElements));
     }
   });

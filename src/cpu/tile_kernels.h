@@ -33,16 +33,18 @@ struct TileKernels {
   float (*amax)(const float* x, int64_t n);                              // NaN and infinity sticky; 0 for n = 0
   void (*cast)(const float* x, float inverse, int64_t n, float* codes);  // codes = E4M3(x * inverse), as values
   float (*row_max)(const float* x, int n);                               // -infinity for n = 0; x has no NaN
-  // y = fma(score, factor, offset), p = 2^y, code = E4M3(p) for n <= 64 columns; columns up to 64 are zeroed.
-  ExpSums (*exp_row)(const float* score, float factor, float offset, int n, float* p, float* code);
+  // y = fma(score, factor, offset), p = 2^y, code = E4M3(p) for n <= 64 columns; columns up to 64 are zeroed. One offset
+  // for each 16 columns.
+  ExpSums (*exp_row)(const float* score, float factor, const float* offset, int n, float* p, float* code);
   // p = 2^fma(score, factor, -reference), zero from column n on; returns its sum.
   float (*exp_row_plain)(const float* score, float factor, float reference, int n, float* p);
-  // ds = p * (p_scale) * fma(dp, dp_scale, -delta); n columns, the rest of 64 zeroed. Returns amax.
-  float (*ds_row)(const float* p, float p_scale, const float* dp, float dp_scale, float delta, int n, float* ds);
+  // ds = (p * p_scale) * fma(dp, dp_scale, -delta), one p_scale for each 16 columns; n columns, the rest of 64 zeroed.
+  // Returns amax.
+  float (*ds_row)(const float* p, const float* p_scale, const float* dp, float dp_scale, float delta, int n, float* ds);
   // sum_j p_j x_j over n columns.
   float (*dot_row)(const float* p, const float* x, int n);
-  // y = fma(x, factor, y)
-  void (*axpy)(const float* x, float factor, int64_t n, float* y);
+  void (*axpy)(const float* x, float factor, int64_t n, float* y);        // y = fma(x, factor, y)
+  void (*add_scaled)(const float* x, float factor, int64_t n, float* y);  // y = y + x * factor, two roundings
 };
 
 // The best table for this machine; the environment's DMATTN_ISA=base|avx2|avx512 asks for a lesser one.

@@ -1,16 +1,33 @@
-// One 64 x 64 tile of a head's backward, as either numerics computes it, and the driver that turns tiles into
-// gradients. Every output has one owner: dQ's rows add key tiles in ascending order, dK's and dV's rows query tiles in
-// ascending order, whatever computes them.
+// One 64 x 64 tile of a head's backward, as either numerics computes it. cpu/backward.cpp turns tiles into gradients.
 #pragma once
 
 #include "cpu/tile_kernels.h"
 #include "cpu/twin.h"
 #include "numerics/constants.h"
+#include "numerics/scale.h"
 
 namespace dmattn::cpu {
 
 inline constexpr int kTile = numerics::kTile;
 inline constexpr int kTileElements = kTile * kTile;
+inline constexpr int kGroups = kTile / numerics::kExponentKeys;          // of keys that share an exponent of P
+inline constexpr int64_t kIntervalTiles = numerics::kFlushRows / kTile;  // query tiles between two flushes in hopper
+
+// Exponents of one key tile's codes in an interval of queries (hopper): -infinity until a tile sets them.
+struct Exponents {
+  float p[kGroups];
+  float ds = numerics::negative_infinity();
+  Exponents() {
+    for (float& exponent : p) exponent = numerics::negative_infinity();
+  }
+};
+
+// What a tile's product with D or Q codes is worth, by groups of its keys: sum 2^exponent while products add up in the
+// tensor core, then `factor`. A NaN of the tile is in the factor alone.
+struct KeyScale {
+  float exponent[kGroups] = {};
+  float factor[kGroups] = {};
+};
 
 // Working memory of one tile. All matrices are [query][key] of a 64 x 64 tile.
 struct Tile {
@@ -22,24 +39,51 @@ struct Tile {
   alignas(64) float ds_code[kTileElements];
   alignas(64) float bias[numerics::kTensorCoreStep * kTile];
   float row_sum[kTile] = {};    // sum of p over the tile's keys
-  float p_factor[kTile] = {};   // per row: p * p_factor is the softmax P
+  float p_scale[kGroups] = {};  // p * p_scale of its key * p_factor of its row is the softmax P
+  float p_factor[kTile] = {};
   float dp_factor[kTile] = {};  // per row: dp * dp_factor is dP
-  float dv_factor = 0;          // multiplies p_code x D codes
   float ds_scale = 0;           // multiplies ds_code
+  KeyScale dv, dk;              // of p_code x D codes and ds_code x Q codes
+};
+
+// A head's operands, cut into tiles.
+class HeadTiles {
+ public:
+  HeadTiles(const HeadShape& head_shape, const TwinConfig& twin_config, const KvHead& kv_head,
+            const QueryHead& query_head, ProductFn<float> product_of_codes)
+      : shape(head_shape), config(twin_config), kv(kv_head), query(query_head), product(product_of_codes) {}
+  HeadTiles(const HeadTiles&) = delete;
+  HeadTiles& operator=(const HeadTiles&) = delete;
+
+  int columns(int64_t row, int64_t key_tile) const {  // visible keys of the tile
+    const int64_t n = shape.visible(row) - key_tile * kTile;
+    return static_cast<int>(n < 0 ? 0 : n < kTile ? n : kTile);
+  }
+  int64_t key_tiles(int64_t query_tile) const;       // tiles that some query of the tile sees
+  int64_t first_query_tile(int64_t key_tile) const;  // first tile that sees a key of the tile
+  int64_t query_tiles() const { return blocks_of(shape.queries, kTile); }
+  int64_t interval_start(int64_t query_tile, int64_t key_tile) const;  // first tile of its interval that sees a key
+
+  // Scores of a tile in accumulator units, bias step included, and what turns them into log2 units.
+  void scores(int64_t query_tile, int64_t key_tile, float* score, float* bias) const;
+  float score_factor(int64_t query_tile, int64_t key_tile) const;
+
+  const HeadShape& shape;
+  const TwinConfig& config;
+  const KvHead& kv;
+  const QueryHead& query;
+  const ProductFn<float> product;  // of codes
 };
 
 // Computes tiles of one head and mode. Thread-safe after construction.
-class TileSource {
+class TileSource : public HeadTiles {
  public:
-  TileSource(const HeadShape& head_shape, const TwinConfig& twin_config, const KvHead& kv_head,
-             const QueryHead& query_head)
-      : shape(head_shape), config(twin_config), kv(kv_head), query(query_head) {}
+  using HeadTiles::HeadTiles;
   virtual ~TileSource() = default;
-  TileSource(const TileSource&) = delete;
-  TileSource& operator=(const TileSource&) = delete;
 
-  // Fills p_code, ds, ds_code and their factors for queries 64 I ... and keys 64 J ...; some key must be visible.
-  virtual void compute(int64_t query_tile, int64_t key_tile, Tile& tile) const = 0;
+  // Fills p_code, ds, ds_code and their scales for queries 64 I ... and keys 64 J ...; some key must be visible.
+  // `exponents` are those that the interval's earlier query tiles left, and those it leaves.
+  virtual void compute(int64_t query_tile, int64_t key_tile, Exponents& exponents, Tile& tile) const = 0;
   virtual float true_delta(int64_t row) const = 0;
   virtual double row_weight(int64_t) const { return 1; }  // what dO was multiplied by before its cast
 
@@ -50,35 +94,19 @@ class TileSource {
                        : static_cast<double>(d_o.row(row, shape.dim_padded)[channel]) * d_o.scale_of_row(row) / weight;
   }
 
-  int columns(int64_t row, int64_t key_tile) const {  // visible keys of the tile
-    const int64_t n = shape.visible(row) - key_tile * kTile;
-    return static_cast<int>(n < 0 ? 0 : n < kTile ? n : kTile);
-  }
-  int64_t key_tiles(int64_t query_tile) const;       // tiles that some query of the tile sees
-  int64_t first_query_tile(int64_t key_tile) const;  // first tile that sees a key of the tile
-  int64_t query_tiles() const { return blocks_of(shape.queries, kTile); }
-
-  const HeadShape& shape;
-  const TwinConfig& config;
-  const KvHead& kv;
-  const QueryHead& query;
   Codes d_o;         // codes of (weighted) dO, for dP
   Codes d_o_for_dv;  // the same with the rounded sum's weight; empty where it is d_o
   const Codes& dv_codes() const { return d_o_for_dv.value.empty() ? d_o : d_o_for_dv; }
-  ProductFn<float> product = nullptr;     // of codes
   ProductFn<float> dv_product = nullptr;  // of p_code and D codes
+  // Query tiles whose products add up in the tensor core, and how FP32 takes their sum.
+  int64_t flush_tiles = 1;
+  void (*promote)(const float* x, float factor, int64_t n, float* y) = nullptr;
 };
 
-Gradients run_backward(const TileSource& source, const Wanted& wanted, Diagnostics* diagnostics);
+Gradients run_backward(const TileSource& source, const Wanted& wanted, Diagnostics* diagnostics, KeySums* group);
 
-// Scores of a tile in accumulator units, bias step included.
-void tile_scores(const TileSource& source, int64_t query_tile, int64_t key_tile, float* score, float* bias);
-float score_factor(const HeadShape& shape, const KvHead& kv, const QueryHead& query, int64_t query_tile,
-                   int64_t key_tile);
-
-// Casts a tile of dS: codes, scale and, where given, one amax for the whole tensor.
-enum class TileScaleRule { power_of_two, amax };
-void cast_tile(Tile& tile, float amax, TileScaleRule rule);
+// Codes of a tile of dS. A NaN scale: codes zero, the NaN travels in ds_scale.
+void cast_tile(Tile& tile, numerics::BlockScale scale);
 
 std::unique_ptr<TileSource> hopper_tiles(const HeadShape& shape, const TwinConfig& config, const KvHead& kv,
                                          const QueryHead& query, const BackwardInput& input);

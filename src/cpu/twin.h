@@ -10,10 +10,10 @@
 
 namespace dmattn::cpu {
 
-// Operands made from q: codes for S and codes for dK (the same unless Q is centred).
+// Operands made from q: codes for S and codes for dK.
 struct QueryHead {
   Codes s;
-  Codes plain;                   // empty when it equals s: use plain_codes()
+  Codes plain;                   // empty in paper numerics, where they are those of S: use plain_codes()
   std::vector<float> bias_dots;  // [mean blocks][keys rounded up to 64]: mu . (k - mean); empty unless Q is centred
   int64_t bias_rows = 128;       // rows of a mean block
   const Codes& plain_codes() const { return plain.value.empty() ? s : plain; }
@@ -68,12 +68,22 @@ struct Gradients {
   std::vector<float> delta;   // [queries], true delta
 };
 
+// dK and dV of a KV head, its query heads added in ascending order. Empty until the first has come.
+struct KeySums {
+  std::vector<float> dk, dv;  // [keys][dim_padded]
+};
+
 class TileSource;  // cpu/tiles.h
 std::unique_ptr<TileSource> make_tiles(const HeadShape& shape, const TwinConfig& config, const KvHead& kv,
                                        const QueryHead& query, const BackwardInput& input);
 
+// One head's gradients; what it adds to those of its KV head goes to `group` as well.
 Gradients backward(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const QueryHead& query,
-                   const BackwardInput& input, const Wanted& wanted, Diagnostics* diagnostics = nullptr);
+                   const BackwardInput& input, const Wanted& wanted, Diagnostics* diagnostics = nullptr,
+                   KeySums* group = nullptr);
+
+// What is left to do once all heads are in: hopper numerics multiplies dK by softmax_scale here, paper head by head.
+void finish(Numerics numerics, float softmax_scale, KeySums& group);
 
 // Largest |dS| of a head, for per-tensor scales.
 float d_s_amax(const HeadShape& shape, const TwinConfig& config, const KvHead& kv, const QueryHead& query,

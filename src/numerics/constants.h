@@ -7,16 +7,20 @@
 namespace dmattn::numerics {
 
 // Raised whenever a change alters any bit that the hopper numerics promises.
-constexpr int kNumericsVersion = 1;
+constexpr int kNumericsVersion = 2;
 
 constexpr float kE4m3Max = 448.0f;  // largest finite E4M3
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-constexpr int kQueryScaleRows = 128;  // rows of Q and dO that share a scale
+constexpr int kQueryScaleRows = 128;  // rows of S's Q that share a scale
 constexpr int kKeyScaleRows = 64;     // keys of K and V that share a scale
-constexpr int kTile = 64;             // dS is cast per kTile x kTile; sums leave the tensor core every kTile
+constexpr int kTile = 64;             // queries and keys of a tile
 constexpr int kMeanRows = 64;         // rows a partial sum of a mean runs over
+
+// Rows of dO and plain q that share a scale; dV and dK leave the tensor core after that many queries.
+constexpr int kFlushRows = 512;
+constexpr int kExponentKeys = 16;  // keys of a tile whose codes of P share an exponent in the backward
 
 // Block amax is raised to this, so that 448 / amax stays finite (about 2^119).
 constexpr float kAmaxFloor = 0x1p-110f;

@@ -37,13 +37,22 @@ DMATTN_HD float power_of_two(float exponent) {
   return bits_float(static_cast<uint32_t>(static_cast<int32_t>(exponent) + 127) << 23);
 }
 
-// Scale of a dS tile: the power of two that brings amax into [128, 256), exact to apply and to undo.
-DMATTN_HD BlockScale tile_scale(float amax) {
-  if (!is_finite(amax)) return {quiet_nan(), quiet_nan()};
-  if (amax == 0.0f) return {0.0f, 0.0f};
+// Exponent of a dS tile's own scale: amax 2^-exponent lies in [128, 256). -infinity for amax = 0, NaN if amax is not
+// finite.
+DMATTN_HD float tile_exponent(float amax) {
+  if (!is_finite(amax)) return quiet_nan();
+  if (amax == 0.0f) return negative_infinity();
   const float clamped = amax < kAmaxFloor ? kAmaxFloor : amax;
-  const int32_t exponent = static_cast<int32_t>(float_bits(clamped) >> 23) - 127;
-  return {power_of_two(static_cast<float>(exponent - 7)), power_of_two(static_cast<float>(7 - exponent))};
+  return static_cast<float>(static_cast<int32_t>(float_bits(clamped) >> 23) - 127 - 7);
 }
+
+// Scale 2^exponent, exact to apply and to undo; zero if the exponent is -infinity.
+DMATTN_HD BlockScale exponent_scale(float exponent) {
+  if (exponent == negative_infinity()) return {0.0f, 0.0f};
+  return {power_of_two(exponent), power_of_two(-exponent)};
+}
+
+// Scale of a dS tile by itself.
+DMATTN_HD BlockScale tile_scale(float amax) { return exponent_scale(tile_exponent(amax)); }
 
 }  // namespace dmattn::numerics

@@ -83,10 +83,10 @@ inline HeadRun run(const Head& head, const cpu::TwinConfig& config, Mode mode, b
 }
 
 inline cpu::TwinConfig hopper(Centre centre = Centre::qk, Accumulator accumulator = Accumulator::tensor_core) {
-  return {Numerics::hopper, centre, accumulator, 0, cpu::ExponentRule::tile};
+  return {Numerics::hopper, centre, accumulator, 0};
 }
 inline cpu::TwinConfig paper(Centre centre = Centre::k) {
-  return {Numerics::paper, centre, Accumulator::fp32, 0, cpu::ExponentRule::tile};
+  return {Numerics::paper, centre, Accumulator::fp32, 0};
 }
 
 // Relative Frobenius error.

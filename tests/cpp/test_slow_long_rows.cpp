@@ -1,4 +1,4 @@
-// Long rows: the exponent rule and the flush interval of hopper's backward (docs/numerics.md, section 4).
+// Long rows: exponents and the flush interval of hopper's backward (docs/numerics.md, section 4).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,43 +26,36 @@ struct Measured {
   double residual, dv;
 };
 
-Measured measure(const Head& head, const cpu::Reference& truth, Accumulator accumulator, cpu::ExponentRule rule) {
-  cpu::TwinConfig config = hopper(Centre::qk, accumulator);
-  config.exponent_rule = rule;
-  const HeadRun result = run(head, config, Mode::onepass);
+Measured measure(const Head& head, const cpu::Reference& truth, Accumulator accumulator) {
+  const HeadRun result = run(head, hopper(Centre::qk, accumulator), Mode::onepass);
   return {residual(result), median_key_error(result.gradients.dv, truth.dv, head.shape.dim_padded)};
 }
 
-class SlowLongRows : public ::testing::TestWithParam<double> {};
+struct LongRows {
+  double sink;
+  double codes;  // dV of the median key where the codes of P are the forward's own and sums are FP32 (docs/numerics.md)
+};
 
-TEST_P(SlowLongRows, TileExponentsKeepTheInvariantAndTheForwardsCodes) {
+class SlowLongRows : public ::testing::TestWithParam<LongRows> {};
+
+TEST_P(SlowLongRows, ExponentsKeepTheInvariantAndTheForwardsCodes) {
   Head head(8192, 8192, 64);
   head.gaussian(1);
-  if (GetParam() > 0) head.sink(GetParam());
+  if (GetParam().sink > 0) head.sink(GetParam().sink);
   const cpu::Reference truth =
       cpu::reference_attention(head.shape, head.q.data(), head.k.data(), head.v.data(), head.d_o.data(), 0);
-  using enum cpu::ExponentRule;
-  const Measured forwards_codes = measure(head, truth, Accumulator::fp32, row_group);
-  const Measured exact = measure(head, truth, Accumulator::fp32, tile);
-  const Measured modelled = measure(head, truth, Accumulator::tensor_core, tile);
-  const Measured one_per_row = measure(head, truth, Accumulator::fp32, row);
-  for (const auto& [name, m] : {std::pair{"row_group fp32", forwards_codes},
-                                {"tile fp32", exact},
-                                {"tile 13 bits", modelled},
-                                {"row fp32", one_per_row}})
-    std::printf("sink %.1f  %-15s residual %.2e  dV of the median key %.4f\n", GetParam(), name, m.residual, m.dv);
+  const Measured exact = measure(head, truth, Accumulator::fp32);
+  const Measured modelled = measure(head, truth, Accumulator::tensor_core);
+  for (const auto& [name, m] : {std::pair{"fp32", exact}, {"13 bits", modelled}})
+    std::printf("sink %.1f  %-7s residual %.2e  dV of the median key %.4f\n", GetParam().sink, name, m.residual, m.dv);
   // Limits of the contract; the rows' own rounding of O to BF16 hi + lo is 2^-17, far below both.
-  EXPECT_LE(exact.residual, 1e-4);
+  EXPECT_LE(exact.residual, 5e-4);
   EXPECT_LE(modelled.residual, 2e-3);
-  EXPECT_LE(modelled.dv, 1.05 * forwards_codes.dv);
-  EXPECT_LE(exact.dv, 1.05 * forwards_codes.dv);
-  // What the rule is for: with a sink, one reference per row drives every other key's code into the subnormals.
-  if (GetParam() > 0) {
-    EXPECT_GT(one_per_row.dv, 2 * exact.dv);
-  }
+  EXPECT_LE(exact.dv, 1.05 * GetParam().codes);
+  EXPECT_LE(modelled.dv, 1.05 * GetParam().codes);
 }
 
-INSTANTIATE_TEST_SUITE_P(Sinks, SlowLongRows, ::testing::Values(0.0, 0.9));
+INSTANTIATE_TEST_SUITE_P(Sinks, SlowLongRows, ::testing::Values(LongRows{0.0, 0.0531}, LongRows{0.9, 0.0594}));
 
 }  // namespace
 }  // namespace dmattn::test

@@ -24,7 +24,7 @@ float tensor_core_output(const float* a, const float* b, int64_t ldb, int k, flo
     }
     if (sum != 0) largest = std::max(largest, std::ilogb(sum));
     if (largest == -1000) continue;
-    const double unit = std::ldexp(1.0, largest - 13);
+    const double unit = std::ldexp(1.0, std::max(largest - 13, -126));
     double total = std::trunc(sum / unit);
     for (int i = first; i < first + 32; ++i) total += std::trunc(static_cast<double>(a[i]) * b[i * ldb] / unit);
     if (total != 0) {
@@ -74,6 +74,31 @@ TEST_P(TensorCore, EqualsItsDefinitionBitForBit) {
             ASSERT_EQ(c[static_cast<size_t>(i * n + j)], expected) << kernels.name << " " << i << "," << j;
           }
       }
+  }
+}
+
+TEST_P(TensorCore, KeepsSmallAccumulatorsBesideZeros) {
+  // A rescaled accumulator may lie far below any product. Beside products of zero it keeps its 13 bits, down to 2^-126.
+  Random random(15);
+  const int n = 64, k = 64;
+  std::vector<float> a = codes(k, random, GetParam());
+  const std::vector<float> b = codes(static_cast<size_t>(k * n), random, GetParam());
+  for (const bool zeros : {true, false}) {
+    if (zeros)
+      std::fill(a.begin(), a.end(), 0.0f);
+    else
+      a = codes(k, random, GetParam());
+    for (int exponent = -140; exponent <= 20; ++exponent) {
+      std::vector<float> start(n);
+      for (float& value : start)
+        value = std::ldexp(std::trunc(static_cast<float>(random.normal()) * 4096), exponent - 12);
+      for (const TileKernels& kernels : all_tile_kernels()) {
+        std::vector<float> c = start;
+        kernels.product_tensor_core(1, n, k, a.data(), k, b.data(), n, c.data(), n, true);
+        for (size_t j = 0; j < c.size(); ++j)
+          ASSERT_EQ(c[j], tensor_core_output(a.data(), b.data() + j, n, k, start[j])) << kernels.name << exponent;
+      }
+    }
   }
 }
 
@@ -151,23 +176,30 @@ TEST(Rows, AgreeOnEveryInstructionSet) {
     for (float& value : dp) value = static_cast<float>(random.normal() * 10);
     const int n = trial % 65;
     const float factor = 0.003f, offset = -2.0f + static_cast<float>(trial % 7);
+    const float offsets[] = {offset, offset + 1, offset - 1, offset + 2}, scales[] = {0.5f, 0.25f, 2.0f, 3.0f};
     std::vector<float> seen;
     for (const TileKernels& kernels : all_tile_kernels()) {
-      std::vector<float> p(64), code(64), plain(64), ds(64), cast(64), y(64, 0.25f);
-      const ExpSums sums = kernels.exp_row(score.data(), factor, offset, n, p.data(), code.data());
+      std::vector<float> p(64), code(64), plain(64), ds(64), cast(64), y(64, 0.25f), z(64, 0.25f);
+      const ExpSums sums = kernels.exp_row(score.data(), factor, offsets, n, p.data(), code.data());
       const float total = kernels.exp_row_plain(score.data(), factor, -offset, n, plain.data());
-      const float amax = kernels.ds_row(p.data(), 0.5f, dp.data(), 0.1f, 0.2f, n, ds.data());
+      const float amax = kernels.ds_row(p.data(), scales, dp.data(), 0.1f, 0.2f, n, ds.data());
       kernels.cast(score.data(), 0.1f, 64, cast.data());
       kernels.axpy(score.data(), 0.3f, 64, y.data());
+      kernels.add_scaled(score.data(), 0.3f, 64, z.data());
       float codes_sum = 0;
       for (int j = 0; j < 64; ++j) {
         const auto at = static_cast<size_t>(j);
-        const float power = j < n ? numerics::exp2_polynomial(std::fma(score[at], factor, offset)) : 0.0f;
+        const auto power_at = [&](float shift) {
+          return j < n ? numerics::exp2_polynomial(std::fma(score[at], factor, shift)) : 0.0f;
+        };
+        const float power = power_at(offsets[j / 16]);
         ASSERT_EQ(p[at], power);
         ASSERT_EQ(code[at], numerics::e4m3_round(power));
-        ASSERT_EQ(plain[at], power);
-        ASSERT_EQ(ds[at], j < n ? (power * 0.5f) * std::fma(dp[at], 0.1f, -0.2f) : 0.0f);
+        ASSERT_EQ(plain[at], power_at(offset));
+        ASSERT_EQ(ds[at], j < n ? (power * scales[j / 16]) * std::fma(dp[at], 0.1f, -0.2f) : 0.0f);
         ASSERT_EQ(y[at], std::fma(score[at], 0.3f, 0.25f));
+        const float product = score[at] * 0.3f;
+        ASSERT_EQ(z[at], 0.25f + product);
         codes_sum += code[at];
       }
       ASSERT_EQ(sums.rounded, codes_sum);  // exact in any order
@@ -186,9 +218,10 @@ TEST(Rows, AgreeOnEveryInstructionSet) {
 
 TEST(Rows, CarryNanInSumsAndNeverInCodes) {
   std::vector<float> score(64, 1.0f), p(64), code(64);
+  const float offsets[4] = {};
   for (const TileKernels& kernels : all_tile_kernels()) {
     const ExpSums sums =
-        kernels.exp_row(score.data(), std::numeric_limits<float>::quiet_NaN(), 0, 64, p.data(), code.data());
+        kernels.exp_row(score.data(), std::numeric_limits<float>::quiet_NaN(), offsets, 64, p.data(), code.data());
     EXPECT_TRUE(std::isnan(sums.unrounded));
     for (const float value : code) EXPECT_EQ(value, 0.0f);
     score[40] = std::numeric_limits<float>::quiet_NaN();
