@@ -1,0 +1,204 @@
+// Main loop of a forward consumer warpgroup: S, P, O of 64 queries (kernels/forward.cu).
+#pragma once
+
+#include "cuda/collective/query_scores.h"
+#include "numerics/softmax.h"
+
+namespace dmattn::cuda {
+
+// A thread's share of its two rows. Sums are of its own columns until the epilogue adds the four lanes of a row.
+template <int kDim>
+struct ForwardRows {
+  float o[kDim / 2];         // accumulator layout, slices of 64 channels
+  float reference[2];        // M
+  float sum[2], rounded[2];  // l, l^ in units of 2^-8
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) o[i] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) reference[r] = numerics::negative_infinity(), sum[r] = rounded[r] = 0.0f;
+  }
+  __device__ __forceinline__ void rescale(int r, float factor) {
+    sum[r] *= factor, rounded[r] *= factor;
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i) o[4 * i + 2 * r] *= factor, o[4 * i + 2 * r + 1] *= factor;
+  }
+};
+
+// Sum of four codes. Pairs are added in FP16: exact unless they lie eight binades apart.
+__device__ __forceinline__ float code_sum(uint32_t codes) {
+  uint32_t pairs;
+  asm("{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h;"
+      " add.rn.f16x2 %0, x, y; }"
+      : "=r"(pairs)
+      : "r"(codes));
+  const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&pairs));
+  return two.x + two.y;
+}
+
+// References of the tile's groups: b, the running M with everything in its units; returns 2^(b - M) in `power`.
+template <bool kMasked, int kDim>
+__device__ __forceinline__ void raise_references(const float (&s)[32], float factor, const TileMask& mask,
+                                                 ForwardRows<kDim>& rows, float (&offset)[2], float (&power)[2]) {
+  float b[2];
+  bool rise = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float top[2];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float x = s[4 * j + 2 * r + i];
+        if (kMasked && 8 * j + i >= mask.edge[r]) x = numerics::negative_infinity();
+        top[i] = j == 0 ? x : fmaxf(top[i], x);
+      }
+    b[r] = numerics::group_reference(row_maximum(fmaxf(top[0], top[1])) * factor);
+    rise = rise || ((!kMasked || mask.live[r]) && !(b[r] <= rows.reference[r]));
+  }
+  if (__any_sync(0xffffffffu, rise)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (kMasked && !mask.live[r]) continue;
+      const float raised = numerics::raise_reference(rows.reference[r], b[r]);
+      rows.rescale(r, raised == rows.reference[r] ? 1.0f : ptx::exp2_approx(rows.reference[r] - raised));
+      rows.reference[r] = raised;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    offset[r] = static_cast<float>(numerics::kProbabilityExponent) - b[r];
+    power[r] = kMasked && !mask.live[r] ? 0.0f : ptx::exp2_approx(b[r] - rows.reference[r]);
+  }
+}
+
+// Codes of P as the A fragments of two k = 32 steps over keys in sigma order; and the sums of the unrounded p.
+template <bool kMasked>
+__device__ __forceinline__ void probabilities(const float (&s)[32], float factor, const TileMask& mask,
+                                              const float (&offset)[2], uint32_t (&codes)[8], float (&total)[2]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int j = 2 * k + i / 2;
+        p[i] = ptx::exp2_approx(numerics::fused(s[4 * j + 2 * r + i % 2], factor, offset[r]));
+        if (kMasked && 8 * j + i % 2 >= mask.edge[r]) p[i] = 0.0f;
+      }
+      codes[2 * k + r] = ptx::e4m3_pack(p[0], p[1], p[2], p[3]);
+      const float sum = (p[0] + p[1]) + (p[2] + p[3]);
+      total[r] = k == 0 ? sum : total[r] + sum;
+    }
+}
+
+// T of a slice of channels = codes . V, from zero.
+template <int kDim, int kSlice>
+__device__ __forceinline__ void issue_values(float (&t)[kSlice / 2], const uint32_t (&codes)[8], uint64_t values) {
+  ptx::mma_fence();
+  ptx::mma(t, codes, values, false);
+  ptx::mma(t, codes + 4, values + image_step(kDim), true);
+  ptx::mma_commit();
+}
+
+// One tile: P from s, then O += 2^(b - M) v_scale T. Waits for every product in flight, the next tile's S included.
+template <bool kMasked, int kDim>
+__device__ __forceinline__ void attend(const float (&s)[32], StageScalars scalars, uint64_t values,
+                                       const TileMask& mask, ForwardRows<kDim>& rows) {
+  constexpr int kSlice = kDim == 128 ? 128 : 64, kSlices = kDim / kSlice;
+  float offset[2], power[2], total[2], factor[2];
+  uint32_t codes[8];
+  raise_references<kMasked>(s, scalars.score, mask, rows, offset, power);
+  probabilities<kMasked>(s, scalars.score, mask, offset, codes, total);
+  float t[kSlice / 2];
+  issue_values<kDim, kSlice>(t, codes, values);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    factor[r] = scalars.value * power[r];
+    rows.sum[r] = numerics::fused(total[r], power[r], rows.sum[r]);
+    const float sum = (code_sum(codes[r]) + code_sum(codes[2 + r])) + (code_sum(codes[4 + r]) + code_sum(codes[6 + r]));
+    rows.rounded[r] = numerics::fused(sum, power[r], rows.rounded[r]);
+  }
+#pragma unroll
+  for (int h = 0; h < kSlices; ++h) {
+    ptx::mma_wait<0>();
+    ptx::mma_landed(t);
+#pragma unroll
+    for (int i = 0; i < kSlice / 2; ++i) {
+      float& o = rows.o[kSlice / 2 * h + i];
+      const int r = i / 2 % 2;
+      const float sum = numerics::fused(t[i], factor[r], o);
+      o = !kMasked || mask.live[r] ? sum : o;  // V may hold NaN where the row looks at nothing
+    }
+    if (h + 1 < kSlices) issue_values<kDim, kSlice>(t, codes, values + (h + 1) * image_rows(kSlice));
+  }
+}
+
+// All tiles of an item. The ring enters at the item's first stage and leaves behind its last.
+template <class T>
+__device__ __forceinline__ void forward_tiles(const QueryItem& item, bool causal, const ConsumerThread& thread,
+                                              uint64_t queries, StageRing<T::kStages>& ring,
+                                              ForwardRows<T::kDim>& rows) {
+  using Plan = QueryPlan<T>;
+  using Ring = StageRing<T::kStages>;
+  constexpr bool kPipelined = T::kDim <= 128;  // S of the next tile has registers of its own
+  const GroupTiles group(item, causal, thread);
+  const uint32_t shared = thread.shared;
+  const auto issue = [&](float(&s)[32], Ring at) {
+    ptx::barrier_wait(shared + Plan::full(at.stage()), at.parity());
+    ptx::mma_fence();
+    issue_scores<T>(s, queries, shared, at.stage());
+    ptx::mma_commit();
+  };
+  const auto process = [&]<bool kMasked>(const float(&s)[32], int32_t at) {
+    attend<kMasked>(s, load_scalars<T>(shared, ring.stage()),
+                    stage_image<T>(image_descriptor(shared + Plan::values(0), T::kDim), ring.stage()),
+                    TileMask(group, at, thread), rows);
+    thread.release(shared + Plan::empty(ring.stage()));
+    ring.advance();
+  };
+  float s0[32];
+  int32_t tile = 0;
+  if (group.tiles > 0) {
+    issue(s0, ring);
+    ptx::mma_wait<0>();
+    ptx::mma_landed(s0);
+  }
+  if constexpr (kPipelined) {
+    float s1[32];
+#pragma unroll 1
+    for (; tile + 2 <= group.whole; tile += 2) {
+      issue(s1, ring.next());
+      process.template operator()<false>(s0, tile);
+      ptx::mma_landed(s1);
+      if (tile + 2 < group.tiles) issue(s0, ring.next());
+      process.template operator()<false>(s1, tile + 1);
+      ptx::mma_landed(s0);
+    }
+  } else {
+#pragma unroll 1
+    for (; tile < group.whole; ++tile) {
+      process.template operator()<false>(s0, tile);
+      if (tile + 1 < group.tiles) issue(s0, ring);
+      ptx::mma_wait<0>();
+      ptx::mma_landed(s0);
+    }
+  }
+#pragma unroll 1
+  for (; tile < group.tiles; ++tile) {
+    process.template operator()<true>(s0, tile);
+    if (tile + 1 < group.tiles) issue(s0, ring);
+    ptx::mma_wait<0>();
+    ptx::mma_landed(s0);
+  }
+#pragma unroll 1
+  for (; tile < item.tiles; ++tile) {  // the other warpgroup's alone
+    ptx::barrier_wait(shared + Plan::full(ring.stage()), ring.parity());
+    thread.release(shared + Plan::empty(ring.stage()));
+    ring.advance();
+  }
+}
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,135 @@
+// delta' of the mode matched: sum P dP' / sum P over the very P and dP' that dS is made from (docs/numerics.md,
+// section 4; the twin is matched_delta in src/cpu/hopper.cpp).
+//
+// For 64 queries and each tile of 64 keys, ascending:
+//     S = Q K^T + bias step, T = D V^T (codes, tensor core; D = w dO)
+//     p = 2^(S f + 8 - c), f = (q_scale k_scale) (softmax_scale log2 e)        FP32, not rounded to codes
+//     weighted += (d_scale v_scale) sum p T,  total += sum p
+// and at the end delta' = weighted / total (0 where total is), delta = delta' / w. The 2^8 of p divides out.
+//
+//              keys, 64 a stage ->                       384 threads, one CTA per multiprocessor:
+//            +----+----+----+----+                         warps 0-3    copies, bias codes, factors (query_producer.h)
+//   64 rows  |  warpgroup 1  \   |                         warps 4-7    first 64 queries of the item
+//            +----+----+----+----+  one item: 128 queries  warps 8-11   last 64 queries
+//   64 rows  |  warpgroup 2     \|  of a head
+//            +----+----+----+----+
+//
+// Q and D of an item stay in shared memory; S and T of the next tile run while this one is added. A stage goes back as
+// soon as its products are done. Tiles that need a mask come last in an item and have a loop of their own. Barriers:
+// query_plan.h.
+#include "cuda/collective/delta_consumer.h"
+#include "cuda/collective/query_producer.h"
+#include "cuda/kernels/kernels.h"
+
+namespace dmattn::cuda {
+namespace {
+
+struct DeltaParams {
+  Shape shape;
+  QueryOperands operands;
+  const float *shift, *weight;  // [Hq][128 QB]
+  float* delta;                 // [Hq][128 QB] delta'
+  float* delta_out;             // row vector, or null
+  int32_t items;
+};
+
+// Rows past the sequence's end get a delta' of zero: their shift is -infinity.
+__device__ __forceinline__ void store_rows(const DeltaParams& p, const QueryItem& item, const ConsumerThread& thread,
+                                           int64_t padded, const DeltaRows& rows) {
+  const int64_t vector = row_vector(p.shape.sequences, p.shape.q_heads, item.sequence, item.head, item.view.q_first);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float weighted = row_sum(rows.weighted[r]), total = row_sum(rows.total[r]);
+    if (thread.column != 0) continue;
+    const bool dead = total == 0.0f || rows.shift[r] == numerics::negative_infinity();
+    const float delta = dead ? 0.0f : __fdiv_rn(weighted, total);
+    p.delta[padded + 8 * r] = delta;
+    const int32_t row = item.block * kBlockRows + thread.row + 8 * r;
+    if (p.delta_out == nullptr || row >= item.view.q_rows) continue;
+    const float weight = p.weight[padded + 8 * r];
+    p.delta_out[vector + row] = weight == 0.0f ? 0.0f : __fdiv_rn(delta, weight);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void consume(const DeltaParams& p, uint32_t shared, int consumer_warp) {
+  using Plan = QueryPlan<T>;
+  const ConsumerThread thread(shared, consumer_warp);
+  StageRing<T::kStages> ring;
+  StageRing<T::kBlocks> block_ring;
+  for (int32_t round = 0, index; (index = query_item_index(round)) < p.items; ++round) {
+    const QueryItem item = query_item(p.shape, index);
+    if (item.block < 0) continue;
+    const int64_t padded =
+        (static_cast<int64_t>(item.head) * p.shape.sequences.q_blocks + item.view.q_block0 + item.block) * kBlockRows +
+        thread.row;
+    DeltaRows rows = {{p.shift[padded], p.shift[padded + 8]}, {0.0f, 0.0f}, {0.0f, 0.0f}};
+    if (item.tiles > 0) {
+      const int buffer = block_ring.stage();
+      ptx::barrier_wait(shared + Plan::block_full(buffer), block_ring.parity());
+      const uint64_t queries = image_descriptor(shared + Plan::query(buffer, 0, thread.group), kImageRows);
+      const uint64_t gradients = image_descriptor(shared + Plan::query(buffer, 1, thread.group), kImageRows);
+      delta_tiles<T>(item, p.shape.causal != 0, thread, queries, gradients, ring, rows);
+      thread.release(shared + Plan::block_empty(buffer));
+      block_ring.advance();
+    }
+    store_rows(p, item, thread, padded, rows);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) delta_kernel(const __grid_constant__ DeltaParams p) {
+  extern __shared__ __align__(128) uint8_t storage[];
+  const uint32_t shared = ptx::shared_address(storage);
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  prepare_storage<T>(shared);
+  if (warp < T::kProducerWarps) {
+    ptx::registers_lower<T::kProducerRegisters>();
+    produce<T>(p.shape, p.operands, p.items, shared, warp, static_cast<int>(threadIdx.x) % 32);
+  } else {
+    ptx::registers_raise<T::kConsumerRegisters>();
+    consume<T>(p, shared, warp - T::kProducerWarps);
+  }
+}
+
+template <int kDim>
+cudaError_t start(const Launch& launch, const DeltaParams& params) {
+  using T = QueryTraits<kDim, 2>;
+  constexpr int kBytes = QueryPlan<T>::kBytes;
+  const cudaError_t error = cudaFuncSetAttribute(delta_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  delta_kernel<T>
+      <<<query_item_grid(params.items, launch.multiprocessors), T::kThreads, kBytes, launch.stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_delta(const Launch& launch, const Shape& shape, const KeyCodes& keys, const QueryCodes& queries,
+                         const GradientCodes& gradients, float* delta_out) {
+  const int64_t items = query_item_count(shape);
+  if (items == 0) return cudaSuccess;
+  if (items > kMostQueryItems) return cudaErrorInvalidValue;
+  const DeltaParams params{shape,
+                           {{queries.q, gradients.d_o},
+                            keys.k,
+                            keys.v,
+                            queries.q_scale,
+                            gradients.d_scale,
+                            keys.k_scale,
+                            keys.v_scale,
+                            queries.bias},
+                           gradients.shift,
+                           gradients.weight,
+                           gradients.delta,
+                           delta_out,
+                           static_cast<int32_t>(items)};
+  switch (launch.head_dim) {
+    case 64: return start<64>(launch, params);
+    case 128: return start<128>(launch, params);
+    case 256: return start<256>(launch, params);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace dmattn::cuda
