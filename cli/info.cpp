@@ -9,6 +9,9 @@
 #include "command.h"
 #include "core/modes.h"
 #include "cpu/tile_kernels.h"
+#if defined(DMATTN_HAVE_CUDA)
+#include "cuda/devices.h"
+#endif
 #include "io/json_build.h"
 #include "numerics/constants.h"
 #include "output.h"
@@ -31,7 +34,41 @@ std::vector<std::string> cpu_features() {
 
 unsigned cpu_threads() { return std::max(1u, std::thread::hardware_concurrency()); }
 
+// What this build knows of GPUs: one line or more for people, an array and a backend's name for machines.
+struct GpuReport {
+  std::string backends, text;
+  ordered_json backend_names, gpus;
+};
+
+#if defined(DMATTN_HAVE_CUDA)
+std::string cuda_version(int number) { return fmt::format("{}.{}", number / 1000, number % 1000 / 10); }
+
+GpuReport gpu_report() {
+  GpuReport report{"cpu, cuda", "", ordered_json::array({"cpu", "cuda"}), ordered_json::array()};
+  const cuda::Gpus found = cuda::gpus();
+  for (const cuda::Gpu& gpu : found.all) {
+    const double gib = static_cast<double>(gpu.memory_bytes) / (1 << 30);
+    report.text += fmt::format("{}{}, capability {}.{}, {} multiprocessors, {:.0f} GiB, driver for CUDA {}",
+                               report.text.empty() ? "" : "\n             ", gpu.name, gpu.major, gpu.minor,
+                               gpu.multiprocessors, gib, cuda_version(found.driver));
+    report.gpus.push_back({{"name", gpu.name},
+                           {"capability", fmt::format("{}.{}", gpu.major, gpu.minor)},
+                           {"multiprocessors", gpu.multiprocessors},
+                           {"memory_bytes", gpu.memory_bytes},
+                           {"driver_cuda", cuda_version(found.driver)}});
+  }
+  if (report.text.empty()) report.text = "none: " + (found.problem.empty() ? "no device" : found.problem);
+  return report;
+}
+#else
+GpuReport gpu_report() {
+  return {"cpu (no CUDA backend in this build)", "none looked for", ordered_json::array({"cpu"}),
+          ordered_json::array()};
+}
+#endif
+
 std::string info_json() {
+  const GpuReport report = gpu_report();
   const ordered_json document{
       {"schema", "dmattn.info/1"},
       {"version", DMATTN_VERSION_STRING},
@@ -39,22 +76,23 @@ std::string info_json() {
       {"centre", name(default_centre(Numerics::hopper))},
       {"device", "cpu"},
       {"numerics_version", numerics::kNumericsVersion},
-      {"backends", ordered_json::array({"cpu"})},
+      {"backends", report.backend_names},
       {"cpu", {{"threads", cpu_threads()}, {"features", cpu_features()}, {"loops", cpu::tile_kernels().name}}},
-      {"gpus", ordered_json::array()}};
+      {"gpus", report.gpus}};
   return dumped(document, 2) + "\n";
 }
 
 std::string info_text() {
   const std::vector<std::string> features = cpu_features();
+  const GpuReport report = gpu_report();
   return fmt::format(
       "dmattn {}, numerics version {}\n"
-      "  backends   cpu (no CUDA backend in this build)\n"
+      "  backends   {}\n"
       "  cpu        {} threads; {}; inner loops: {}\n"
-      "  gpus       none looked for\n",
-      DMATTN_VERSION_STRING, numerics::kNumericsVersion, cpu_threads(),
+      "  gpus       {}\n",
+      DMATTN_VERSION_STRING, numerics::kNumericsVersion, report.backends, cpu_threads(),
       features.empty() ? "no vector extensions used" : fmt::format("{}", fmt::join(features, ", ")),
-      cpu::tile_kernels().name);
+      cpu::tile_kernels().name, report.text);
 }
 
 }  // namespace

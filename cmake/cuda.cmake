@@ -9,7 +9,7 @@ if(NOT DEFINED DMATTN_CUDA)
 endif()
 option(DMATTN_CUDA "Build what needs the CUDA toolkit (12.0 or newer)" ${cuda_found})
 if(DMATTN_CUDA)
-  set(CMAKE_CUDA_ARCHITECTURES 90a)  # wgmma exists on sm_90a alone
+  set(CMAKE_CUDA_ARCHITECTURES 90a-real)  # wgmma exists on sm_90a alone, and its PTX fits no other GPU
   enable_language(CUDA)
   if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know it
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)

@@ -7,6 +7,7 @@
 #include <new>
 #include <string>
 
+#include "abi/backends.h"
 #include "abi/probe_arguments.h"
 #include "core/error.h"
 #include "core/problem.h"
@@ -42,6 +43,8 @@ dmattn_status guarded(Work work) noexcept {
     return fail(DMATTN_INVALID_VALUE, error.what());
   } catch (const dmattn::Unsupported& error) {
     return fail(DMATTN_UNSUPPORTED, error.what());
+  } catch (const dmattn::DeviceError& error) {
+    return fail(DMATTN_DEVICE_ERROR, error.what());
   } catch (const std::bad_alloc&) {
     return fail(DMATTN_OUT_OF_MEMORY, "out of host memory");
   } catch (const std::length_error&) {
@@ -61,6 +64,27 @@ void check_inputs(const Problem& problem, const dmattn_tensor& q, const dmattn_t
   check_tensor(problem, q, true, "q", Access::input);
   check_tensor(problem, k, false, "k", Access::input);
   check_tensor(problem, v, false, "v", Access::input);
+}
+
+// Whether the operand is laid out like q.
+bool check_operand(const Problem& problem, int32_t operand) {
+  if (operand < DMATTN_OPERAND_Q || operand > DMATTN_OPERAND_Q_SCORES)
+    throw InvalidValue(fmt::format("operand: expected 0 ... 4, got {}", operand));
+  const bool on_gpu = operand != DMATTN_OPERAND_Q && operand != DMATTN_OPERAND_D_O;
+  if (problem.cuda && !on_gpu)
+    throw dmattn::Unsupported(
+        fmt::format("operand: expected K (1), V (2) or Q_SCORES (4) with device cuda, got {} (its codes depend on "
+                    "saved statistics)",
+                    operand));
+  if (!problem.cuda && operand == DMATTN_OPERAND_Q_SCORES)
+    throw dmattn::Unsupported("operand: expected 0 ... 3 with device cpu, got 4 (Q_SCORES is offered with cuda alone)");
+  return operand != DMATTN_OPERAND_K && operand != DMATTN_OPERAND_V;
+}
+
+// For what the GPU does not offer: the caller's tensors would be device memory.
+void check_cpu_only(const dmattn_problem& problem, const char* what) {
+  if (problem.device == DMATTN_CUDA)
+    throw dmattn::Unsupported(fmt::format("device: expected cpu, got cuda ({} runs on the CPU alone)", what));
 }
 
 Problem check_backward(const dmattn_problem* raw, const dmattn_backward_args* args) {
@@ -88,14 +112,23 @@ extern "C" {
 const char* dmattn_version(void) { return DMATTN_VERSION_STRING; }
 int32_t dmattn_numerics_version(void) { return dmattn::numerics::kNumericsVersion; }
 const char* dmattn_last_error(void) { return last_error.c_str(); }
-int32_t dmattn_device_available(int32_t device) { return device == DMATTN_CPU ? 1 : 0; }
+int32_t dmattn_device_available(int32_t device) {
+  try {
+    if (device == DMATTN_CPU) return 1;
+    return device == DMATTN_CUDA && dmattn::cuda_backend() && dmattn::cuda_backend()->available() ? 1 : 0;
+  } catch (...) {
+    return 0;
+  }
+}
 
 dmattn_status dmattn_workspace_size(const dmattn_problem* raw, size_t* forward_bytes, size_t* backward_bytes) {
   return guarded([&] {
-    dmattn::check_problem(raw);
+    const Problem problem = dmattn::check_problem(raw);
     dmattn::check_pointer(forward_bytes, "forward_bytes");
     dmattn::check_pointer(backward_bytes, "backward_bytes");
-    *forward_bytes = *backward_bytes = 0;  // the CPU uses host memory of its own
+    const dmattn::WorkspaceSizes sizes = backend_of(problem).workspace_size(problem);
+    *forward_bytes = sizes.forward;
+    *backward_bytes = sizes.backward;
   });
 }
 
@@ -107,14 +140,14 @@ dmattn_status dmattn_forward(const dmattn_problem* raw, const dmattn_forward_arg
     check_inputs(problem, args->q, args->k, args->v);
     check_tensor(problem, args->o, true, "o", Access::output);
     if (args->saved.o_low.data) check_tensor(problem, args->saved.o_low, true, "saved.o_low", Access::output);
-    dmattn::cpu::forward(problem, *args);
+    backend_of(problem).forward(problem, *args);
   });
 }
 
 dmattn_status dmattn_backward(const dmattn_problem* raw, const dmattn_backward_args* args) {
   return guarded([&] {
     const Problem problem = check_backward(raw, args);
-    dmattn::cpu::backward(problem, *args);
+    backend_of(problem).backward(problem, *args);
   });
 }
 
@@ -122,7 +155,7 @@ dmattn_status dmattn_delta(const dmattn_problem* raw, const dmattn_backward_args
   return guarded([&] {
     const Problem problem = check_backward(raw, args);
     check_row_vector(problem, args->delta_out, "delta_out");
-    dmattn::cpu::delta(problem, *args);
+    backend_of(problem).delta(problem, *args);
   });
 }
 
@@ -131,18 +164,17 @@ dmattn_status dmattn_quantise(const dmattn_problem* raw, const dmattn_quantise_a
     const Problem problem = dmattn::check_problem(raw);
     dmattn::check_pointer(args, "args");
     dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
-    if (args->operand < DMATTN_OPERAND_Q || args->operand > DMATTN_OPERAND_D_O)
-      throw InvalidValue(fmt::format("operand: expected 0 ... 3, got {}", args->operand));
-    const bool is_query = args->operand == DMATTN_OPERAND_Q || args->operand == DMATTN_OPERAND_D_O;
+    const bool is_query = check_operand(problem, args->operand);
     check_tensor(problem, args->x, is_query, "x", Access::input);
+    if (args->operand == DMATTN_OPERAND_Q_SCORES) check_tensor(problem, args->k, false, "k", Access::input);
     if (problem.batch > 0 && (is_query ? problem.q_len : problem.k_len) > 0) {
       dmattn::check_pointer(args->codes, "codes");
       dmattn::check_pointer(args->scale, "scale");
     }
     const int64_t heads = is_query ? problem.q_heads : problem.kv_heads;
-    if (args->mean && problem.batch == 0)  // sequences without rows count as none, but each still has a mean: zero
+    if (args->mean && problem.batch == 0 && !problem.cuda)  // sequences without rows still have a mean each: zero
       std::fill_n(args->mean, raw->batch * heads * problem.head_dim, 0.0f);
-    dmattn::cpu::quantise(problem, *args);
+    backend_of(problem).quantise(problem, *args);
   });
 }
 
@@ -152,6 +184,7 @@ dmattn_status dmattn_reference(const dmattn_problem* raw, const dmattn_reference
     dmattn::check_pointer(raw, "problem");
     dmattn::check_struct_size(raw->struct_size, sizeof *raw, "problem");
     dmattn_problem plain = *raw;
+    check_cpu_only(plain, "reference");
     plain.numerics = DMATTN_PAPER;
     plain.centre = DMATTN_CENTRE_DEFAULT;
     const Problem problem = dmattn::check_problem(&plain);
@@ -168,6 +201,7 @@ dmattn_status dmattn_probe(const dmattn_problem* raw, const dmattn_probe_args* a
     dmattn::check_pointer(json, "json");
     *json = nullptr;
     const Problem problem = dmattn::check_problem(raw);
+    check_cpu_only(*raw, "probe");
     dmattn::check_pointer(args, "args");
     dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
     check_inputs(problem, args->q, args->k, args->v);

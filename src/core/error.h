@@ -17,4 +17,9 @@ struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The CUDA runtime refused a query or a launch: names what was tried and the runtime's own words.
+struct DeviceError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 }  // namespace dmattn

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/error.h"
 
@@ -13,6 +14,15 @@ namespace {
 constexpr int64_t kMostElements = int64_t{1} << 48;  // of one tensor: far above any memory, far below overflow
 constexpr int64_t kWidestPaperHead = 4096;
 constexpr int kMostThreads = 4096;
+constexpr size_t kDefaultWorkspaceCap = size_t{1} << 30;
+constexpr int64_t kDeviceBlockRows = 128;             // the kernels pad every sequence to blocks of this many rows
+constexpr int64_t kMostWorkItems = int64_t{1} << 30;  // of a kernel: blocks x heads, with room to round up
+
+#if defined(DMATTN_HAVE_CUDA)
+constexpr bool kHaveCuda = true;
+#else
+constexpr bool kHaveCuda = false;
+#endif
 
 void check_range(const char* name, int64_t value, int64_t least, int64_t most) {
   if (value < least || value > most)
@@ -48,9 +58,21 @@ void add_sequences(Problem& out, const dmattn_problem& in) {
   if ((in.cu_seqlens_q == nullptr) != (in.cu_seqlens_k == nullptr))
     throw InvalidValue("cu_seqlens: expected both of cu_seqlens_q and cu_seqlens_k or neither, got one");
   out.variable_length = in.cu_seqlens_q != nullptr;
+  out.max_q_len = in.q_len;
+  out.max_k_len = in.k_len;
   if (!out.variable_length) {
+    if (out.cuda) return;
     if (in.q_len == 0 && in.k_len == 0) out.batch = 0;  // however many sequences without rows: nothing to do
     out.sequences.assign(static_cast<size_t>(out.batch), {0, in.q_len, 0, in.k_len});
+    return;
+  }
+  if (out.cuda) {  // the offsets are on the device, where the kernels clamp them
+    check_range("max_q_len", in.max_q_len, 0, in.q_len);
+    check_range("max_k_len", in.max_k_len, 0, in.k_len);
+    if (in.max_q_len > 0) out.max_q_len = in.max_q_len;
+    if (in.max_k_len > 0) out.max_k_len = in.max_k_len;
+    out.cu_seqlens_q = in.cu_seqlens_q;
+    out.cu_seqlens_k = in.cu_seqlens_k;
     return;
   }
   check_offsets("cu_seqlens_q", in.cu_seqlens_q, in.batch, in.q_len);
@@ -61,12 +83,40 @@ void add_sequences(Problem& out, const dmattn_problem& in) {
 }
 
 void check_device(const dmattn_problem& in) {
-  if (in.device == DMATTN_CUDA) throw Unsupported("device: expected cpu, got cuda (this build has no CUDA backend)");
-  if (in.device != DMATTN_CPU)
+  if (in.device != DMATTN_CPU && in.device != DMATTN_CUDA)
     throw InvalidValue(fmt::format("device: expected 0 (cpu) or 1 (cuda), got {}", in.device));
+  if (in.device == DMATTN_CPU) return;
+  if (!kHaveCuda) throw Unsupported("device: expected cpu, got cuda (this build has no CUDA backend)");
+  check_range("device_index", in.device_index, 0, std::numeric_limits<int32_t>::max());
+}
+
+// The kernels count rows, blocks and images in 32 bits.
+void check_device_limits(const Problem& p) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  check_range("batch (on CUDA)", p.batch, 0, most - 1);
+  check_range("q_heads (on CUDA)", p.q_heads, 1, most);
+  struct Side {
+    const char *rows_name, *longest_name;
+    int64_t rows, longest, heads;
+  };
+  for (const Side& side : {Side{"q_len (on CUDA)", "max_q_len", p.q_len, p.max_q_len, p.q_heads},
+                           Side{"k_len (on CUDA)", "max_k_len", p.k_len, p.max_k_len, p.kv_heads}}) {
+    check_range(side.rows_name, side.rows, 0, most);
+    // Every sequence as long as the longest: that many work items are counted.
+    const int64_t blocks = p.batch * ((side.longest + kDeviceBlockRows - 1) / kDeviceBlockRows);
+    const int64_t limit = std::min(most / kDeviceBlockRows, kMostWorkItems / side.heads);
+    if (blocks > limit)
+      throw InvalidValue(fmt::format(
+          "{}: expected batch x blocks of {} rows of the longest sequence to be at most {} with {} heads, got {}",
+          p.variable_length ? side.longest_name : side.rows_name, kDeviceBlockRows, limit, side.heads, blocks));
+  }
 }
 
 void check_combination(const Problem& p) {
+  if (p.cuda && p.numerics == Numerics::paper)
+    throw Unsupported("numerics: expected hopper with device cuda, got paper (it runs on the CPU alone)");
+  if (p.cuda && p.accumulator == Accumulator::fp32)
+    throw Unsupported("accumulator: expected tensor_core with device cuda, got fp32 (it runs on the CPU alone)");
   if (p.numerics == Numerics::paper) {
     check_range("head_dim", p.head_dim, 1, kWidestPaperHead);
     if (p.centre == Centre::qk) throw Unsupported("centre: expected none or k in paper numerics, got qk");
@@ -125,12 +175,17 @@ Problem check_problem(const dmattn_problem* problem) {
               Accumulator::tensor_core,
               in.threads,
               {}};
+  out.cuda = in.device == DMATTN_CUDA;
+  out.device_index = in.device_index;
+  out.stream = in.stream;
+  out.workspace_cap = in.workspace_cap > 0 ? in.workspace_cap : kDefaultWorkspaceCap;
   out.mode = choice("mode", in.mode, {Mode::matched, Mode::onepass, Mode::consistent, Mode::stale});
   out.numerics = choice("numerics", in.numerics, {Numerics::hopper, Numerics::paper});
   out.centre = choice("centre", in.centre, {default_centre(out.numerics), Centre::none, Centre::k, Centre::qk});
   out.accumulator = choice("accumulator", in.accumulator, {Accumulator::tensor_core, Accumulator::fp32});
   check_combination(out);
   add_sequences(out, in);
+  if (out.cuda) check_device_limits(out);
   return out;
 }
 

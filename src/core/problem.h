@@ -23,7 +23,13 @@ struct Problem {
   Centre centre;
   Accumulator accumulator;
   int threads;
-  std::vector<Sequence> sequences;  // one per batch entry
+  std::vector<Sequence> sequences;  // CPU: one per batch entry; CUDA: none, the offsets are in device memory
+  bool cuda = false;
+  int device_index = 0;
+  void* stream = nullptr;                                          // cudaStream_t
+  const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // of the caller; CUDA: device memory
+  int64_t max_q_len = 0, max_k_len = 0;                            // no sequence is longer
+  size_t workspace_cap = 0;                                        // bytes of dS held at a time
 
   int64_t group() const { return q_heads / kv_heads; }
   // Position of a sequence's first entry in a row vector (lse, delta, saved statistics).

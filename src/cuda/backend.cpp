@@ -1,0 +1,16 @@
+#include "cuda/backend.h"
+
+#include "cuda/launch/device.h"
+#include "cuda/schedule/workspace.h"
+
+namespace dmattn::cuda {
+
+bool available() { return any_usable_device(); }
+
+WorkspaceSizes workspace_size(const Problem& problem) {
+  const Launch launch = launch_on(problem);
+  return {plan_forward(problem, nullptr).bytes,
+          plan_backward(problem, key_gradients_partial_bytes(launch), nullptr).bytes};
+}
+
+}  // namespace dmattn::cuda

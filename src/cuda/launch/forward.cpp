@@ -1,0 +1,35 @@
+// Forward: [tables] -> K, V pack -> Q pack -> forward.
+#include "cuda/backend.h"
+#include "cuda/launch/device.h"
+#include "cuda/launch/operands.h"
+
+namespace dmattn::cuda {
+
+void forward(const Problem& problem, const dmattn_forward_args& args) {
+  if (problem.row_vector_length() == 0 || problem.batch == 0) return;  // no rows of O
+  const Launch launch = launch_on(problem);
+  const CurrentDevice current(problem.device_index);
+  ForwardPlan plan = plan_forward(problem, args.workspace);
+  check_workspace(problem, args.workspace, args.workspace_bytes, plan.bytes);
+  const TensorView q = tensor_view(problem, args.q, true, "q");
+  const TensorView k = tensor_view(problem, args.k, false, "k");
+  const TensorView v = tensor_view(problem, args.v, false, "v");
+  ForwardOutput output{};
+  output.o = tensor_view(problem, args.o, true, "o");
+  output.o_low = tensor_view(problem, args.saved.o_low, true, "saved.o_low");
+  output.lse = args.lse;
+  output.reference = args.saved.reference;
+  output.sum = args.saved.sum;
+  output.row_vector_length = problem.row_vector_length();
+  check_device_pointer(problem, args.lse, "lse");
+  check_device_pointer(problem, args.saved.reference, "saved.reference");
+  check_device_pointer(problem, args.saved.sum, "saved.sum");
+  if (args.lse == nullptr) plan.queries.mean_dot = nullptr;
+
+  queue_tables(launch, problem, plan.shape, plan.tables);
+  queue_keys(launch, problem, plan.shape, k, v, plan.keys);
+  queue_queries(launch, plan.shape, q, plan.keys, plan.queries);
+  check_cuda(launch_forward(launch, plan.shape, plan.keys, plan.queries, output), "launch of the forward kernel");
+}
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,245 @@
+// The CUDA backend's host-side plans: where dS tiles lie, how the backward is cut, what the workspace holds.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "cuda/schedule/chunks.h"
+#include "cuda/schedule/ds_tiles.h"
+#include "cuda/schedule/workspace.h"
+
+namespace dmattn::cuda {
+namespace {
+
+constexpr int64_t kLengths[] = {1, 2, 63, 64, 65, 127, 128, 129, 192, 300, 513, 700};
+
+int64_t tiles_of(int64_t rows) { return (rows + kImageRows - 1) / kImageRows; }
+int64_t even(int64_t tiles) { return (tiles + 1) / 2 * 2; }
+
+// Key tiles up to the last that some query of the tile sees, by looking at every row.
+int64_t seen_by_hand(int64_t query_tile, int64_t q_rows, int64_t k_rows, bool causal) {
+  int64_t seen = 0;
+  for (int64_t i = query_tile * kImageRows; i < std::min(q_rows, (query_tile + 1) * kImageRows); ++i) {
+    const int64_t keys = causal ? std::clamp<int64_t>(i + k_rows - q_rows + 1, 0, k_rows) : k_rows;
+    seen = std::max(seen, tiles_of(keys));
+  }
+  return seen;
+}
+
+TEST(CudaSchedule, VisibleTilesAgreeWithEveryRow) {
+  for (const int64_t q : kLengths)
+    for (const int64_t k : kLengths)
+      for (const bool causal : {false, true})
+        for (int64_t tile = 0; tile < tiles_of(q); ++tile)
+          ASSERT_EQ(visible_tiles(tile, q, k, causal), seen_by_hand(tile, q, k, causal))
+              << q << ' ' << k << ' ' << causal << ' ' << tile;
+}
+
+TEST(CudaSchedule, CausalTileBaseIsASum) {
+  for (int64_t shift = -9; shift <= 9; ++shift)
+    for (int64_t width = 0; width <= 9; ++width) {
+      int64_t sum = 0;
+      for (int64_t tile = 0; tile < 25; ++tile) {
+        ASSERT_EQ(causal_tile_base(tile, shift, width), sum) << shift << ' ' << width << ' ' << tile;
+        sum += std::clamp<int64_t>(tile + 1 + shift, 0, width);
+      }
+    }
+}
+
+TEST(CudaSchedule, CeilTilesOfAnySign) {
+  for (int64_t x = -300; x <= 300; ++x) {
+    const int64_t tiles = ceil_tiles(x);
+    EXPECT_TRUE(tiles * 64 >= x && (tiles - 1) * 64 < x) << x;
+  }
+}
+
+DsShape shape_of(bool causal, int64_t batch, int64_t q, int64_t k, int64_t kv_heads = 1, int64_t group = 1) {
+  return {false, causal, batch, q, k, batch * ((q + 127) / 128), even(tiles_of(k)), kv_heads, group};
+}
+
+// Every visible tile of the range has a place of its own among the tiles of a head.
+void expect_places(const DsShape& shape, const TileRange& range) {
+  const DsIndex index = ds_index(shape.variable, shape.causal, shape.q_len, shape.k_len,
+                                 static_cast<int32_t>(range.first), static_cast<int32_t>(range.end));
+  std::set<int64_t> places;
+  for (int64_t b = 0; b < shape.batch; ++b)
+    for (int64_t tile = 0; tile < tiles_of(shape.q_len); ++tile) {
+      const int64_t end = std::min(range.end, seen_by_hand(tile, shape.q_len, shape.k_len, shape.causal));
+      for (int64_t j = range.first; j < end; ++j) {
+        const int64_t place = index.row(b, b * ((shape.q_len + 127) / 128), tile) + j - range.first;
+        ASSERT_TRUE(place >= 0 && place < range.tiles_per_head) << place << " of " << range.tiles_per_head;
+        ASSERT_TRUE(places.insert(place).second) << place;
+      }
+    }
+}
+
+TEST(CudaSchedule, TilesHavePlacesOfTheirOwn) {
+  for (const int64_t q : kLengths)
+    for (const int64_t k : kLengths)
+      for (const bool causal : {false, true}) {
+        const DsShape shape = shape_of(causal, 3, q, k);
+        for (int64_t first = 0; first < shape.key_tiles; first += 2)
+          for (int64_t end = first + 2; end <= shape.key_tiles; end += 2) {
+            const DsIndex index = ds_index(false, causal, q, k, static_cast<int32_t>(first), static_cast<int32_t>(end));
+            const int64_t tiles = causal ? 3 * index.sequence_tiles : 2 * shape.q_blocks * index.width;
+            expect_places(shape, {first, end, tiles});
+          }
+      }
+}
+
+// Heads and key tiles are covered once, in order, by whole groups and whole 128-key blocks.
+void expect_cover(const DsShape& shape, const ChunkPlan& plan) {
+  int64_t head = 0, tile = 0, tiles_of_head = 0;
+  for (const HeadRange& range : plan.heads) {
+    ASSERT_EQ(range.first, head);
+    ASSERT_GT(range.count, 0);
+    ASSERT_EQ(range.count % shape.group, 0);
+    head += range.count;
+  }
+  ASSERT_EQ(head, shape.kv_heads * shape.group);
+  for (const TileRange& range : plan.tiles) {
+    ASSERT_EQ(range.first, tile);
+    ASSERT_EQ(range.end % 2, 0);
+    ASSERT_GE(range.end - range.first, std::min<int64_t>(shape.key_tiles, 2));
+    tile = range.end;
+    tiles_of_head += range.tiles_per_head;
+    ASSERT_LE(plan.most_heads() * range.tiles_per_head, plan.most_tiles);
+    expect_places(shape, range);
+  }
+  ASSERT_EQ(tile, shape.key_tiles);
+  ASSERT_EQ(tiles_of_head, single_chunk(shape).tiles[0].tiles_per_head);  // cutting stores nothing twice
+}
+
+TEST(CudaSchedule, ChunksCoverEverythingOnceWithinTheCap) {
+  for (const int64_t q : {1, 64, 200, 513})
+    for (const int64_t k : {1, 65, 300, 700})
+      for (const bool causal : {false, true})
+        for (const int64_t kv_heads : {1, 3, 8})
+          for (const size_t cap : {size_t{1}, size_t{20000}, size_t{100000}, size_t{400000}, size_t{1} << 30}) {
+            const DsShape shape = shape_of(causal, 2, q, k, kv_heads, 4);
+            const ChunkPlan plan = plan_chunks(shape, cap);
+            SCOPED_TRACE(std::to_string(q) + " x " + std::to_string(k) + ", cap " + std::to_string(cap));
+            expect_cover(shape, plan);
+            int64_t smallest = 0;  // a group against two key tiles is always held
+            for (int64_t first = 0; first < shape.key_tiles; first += 2)
+              smallest = std::max(smallest,
+                                  shape.group * (causal ? 2 * ds_index(false, true, q, k, static_cast<int32_t>(first),
+                                                                       static_cast<int32_t>(first + 2))
+                                                                  .sequence_tiles
+                                                        : 4 * shape.q_blocks));
+            EXPECT_LE(plan.code_bytes() + plan.scale_bytes(), std::max(cap, static_cast<size_t>(smallest) * 4100));
+          }
+}
+
+TEST(CudaSchedule, HeadsAreCutBeforeKeysAndEvenly) {
+  const DsShape shape = shape_of(true, 1, 1024, 1024, 32, 1);
+  const auto tiles = static_cast<size_t>(single_chunk(shape).tiles[0].tiles_per_head);
+  const ChunkPlan two = plan_chunks(shape, 31 * tiles * 4100);
+  ASSERT_EQ(two.heads.size(), 2u);
+  EXPECT_EQ(two.heads[0].count, 16);
+  EXPECT_FALSE(two.splits_keys());
+  EXPECT_EQ(plan_chunks(shape, 32 * tiles * 4100).heads.size(), 1u);
+  const ChunkPlan halves = plan_chunks(shape, tiles * 4100 - 1);
+  EXPECT_EQ(halves.heads.size(), 32u);
+  ASSERT_EQ(halves.tiles.size(), 2u);
+  EXPECT_LT(halves.tiles[0].end, 8);  // early keys are seen by more queries
+  EXPECT_LE(halves.most_tiles, static_cast<int64_t>(tiles) * 2 / 3);
+}
+
+TEST(CudaSchedule, ManyRangesArePlannedQuickly) {
+  const DsShape shape = shape_of(true, 1, int64_t{1} << 20, int64_t{1} << 20, 1, 1);
+  const ChunkPlan plan = plan_chunks(shape, size_t{1} << 30);
+  EXPECT_GT(plan.tiles.size(), 500u);
+  EXPECT_LE(plan.code_bytes() + plan.scale_bytes(), size_t{1} << 30);
+}
+
+Problem problem_of(int64_t batch, int64_t q, int64_t k, int64_t q_heads, int64_t kv_heads, bool variable) {
+  dmattn_problem raw{};
+  raw.struct_size = sizeof raw;
+  raw.batch = variable ? 0 : batch;
+  raw.q_heads = q_heads, raw.kv_heads = kv_heads, raw.q_len = q, raw.k_len = k, raw.head_dim = 64;
+  raw.softmax_scale = 0.125f;
+  raw.causal = 1;
+  Problem problem = check_problem(&raw);
+  problem.cuda = true;
+  problem.batch = batch;
+  problem.variable_length = variable;
+  return problem;
+}
+
+// Pieces by their place, each ending where the next begins or before.
+void expect_apart(const std::map<uintptr_t, size_t>& pieces, uintptr_t base, size_t bytes) {
+  uintptr_t end = base;
+  for (const auto& [place, size] : pieces) {
+    EXPECT_GE(place, end);
+    EXPECT_EQ(place % 256, 0u);
+    end = place + size;
+  }
+  EXPECT_LE(end, base + bytes);
+}
+
+uintptr_t place(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+TEST(CudaSchedule, WorkspacePiecesLieApart) {
+  constexpr uintptr_t kBase = uintptr_t{1} << 40;
+  for (const bool variable : {false, true}) {
+    const Problem problem = problem_of(3, 300, 200, 4, 2, variable);
+    const ForwardPlan plan = plan_forward(problem, reinterpret_cast<void*>(kBase));
+    EXPECT_EQ(plan.bytes, plan_forward(problem, nullptr).bytes);
+    EXPECT_EQ(plan_forward(problem, nullptr).keys.k, nullptr);
+    const auto q_blocks = static_cast<size_t>(plan.shape.sequences.q_blocks);
+    const auto k_blocks = static_cast<size_t>(plan.shape.sequences.k_blocks);
+    EXPECT_EQ(q_blocks, variable ? 5u : 9u);  // 300 rows in at most three pieces
+    EXPECT_EQ(k_blocks, variable ? 4u : 6u);
+    const auto means = static_cast<size_t>(plan.shape.mean_blocks_max);
+    EXPECT_EQ(means, 3u);
+    std::map<uintptr_t, size_t> pieces{{place(plan.keys.k), 2 * k_blocks * 128 * 64},
+                                       {place(plan.keys.v_t), 2 * k_blocks * 128 * 64},
+                                       {place(plan.keys.k_mean), 2 * 3 * 64 * 4},
+                                       {place(plan.keys.k_partial), 2 * k_blocks * 2 * 64 * 4},
+                                       {place(plan.queries.q), 4 * q_blocks * 128 * 64},
+                                       {place(plan.queries.mean), 4 * 3 * means * 64 * 4},
+                                       {place(plan.queries.bias), 4 * means * k_blocks * 128 * 4},
+                                       {place(plan.queries.bias_amax), 4 * means * k_blocks * 2 * 4},
+                                       {place(plan.queries.mean_dot), 4 * q_blocks * 128 * 4}};
+    if (variable) pieces[place(plan.tables.k_block_sequence)] = k_blocks * 4;
+    expect_apart(pieces, kBase, plan.bytes);
+  }
+}
+
+TEST(CudaSchedule, ASmallCapMakesASmallWorkspace) {
+  Problem problem = problem_of(1, 4096, 4096, 8, 8, false);
+  const BackwardPlan whole = plan_backward(problem, 1000, nullptr);
+  EXPECT_FALSE(whole.chunks.splits_keys());
+  problem.workspace_cap = 1 << 20;
+  const BackwardPlan cut = plan_backward(problem, 1000, reinterpret_cast<void*>(256));
+  EXPECT_TRUE(cut.chunks.splits_keys());
+  EXPECT_NE(cut.query_partial, nullptr);
+  EXPECT_LT(cut.bytes, whole.bytes);
+}
+
+TEST(CudaSchedule, WorkspacesThatOverflowAreRefused) {
+  Layout layout(nullptr);
+  EXPECT_THROW(layout.take<float>({int64_t{1} << 40, int64_t{1} << 40}), InvalidValue);
+  EXPECT_NO_THROW(layout.take<float>({int64_t{1} << 60}));
+  EXPECT_THROW(layout.take<float>({int64_t{1} << 60}), InvalidValue);
+  Layout empty(nullptr);
+  EXPECT_NO_THROW(empty.take<float>({0, int64_t{1} << 60, int64_t{1} << 60}));
+  EXPECT_EQ(empty.bytes(), 0u);
+}
+
+TEST(CudaSchedule, ProblemsWithoutRowsHavePlans) {
+  for (const bool variable : {false, true})
+    for (const auto& [q, k] : std::vector<std::pair<int64_t, int64_t>>{{0, 5}, {5, 0}, {0, 0}}) {
+      const BackwardPlan plan = plan_backward(problem_of(2, q, k, 2, 1, variable), 0, nullptr);
+      ASSERT_EQ(plan.chunks.tiles.size(), 1u);
+      EXPECT_EQ(plan.chunks.most_tiles > 0, q > 0 && k > 0);
+    }
+}
+
+}  // namespace
+}  // namespace dmattn::cuda
