@@ -14,59 +14,59 @@ enum class DeltaRule : int32_t { matched, onepass, consistent, stale };  // same
 struct Shape {
   Sequences sequences;
   int32_t q_heads, kv_heads;
-  int32_t causal;          // bottom-right aligned
+  int32_t causal;  // bottom-right aligned
   float softmax_scale;
-  float score_scale;       // softmax_scale * log2 e, rounded once
-  int32_t mean_blocks_max; // Q mean blocks of one sequence (at most 64); 0 where Q is not centred
+  float score_scale;        // softmax_scale * log2 e, rounded once
+  int32_t mean_blocks_max;  // Q mean blocks of one sequence (at most 64); 0 where Q is not centred
 };
 
 // Made from k and v (and their means) for both phases. An image pointer that a phase does not need is null.
 struct KeyCodes {
-  uint8_t* k;         // [Hk][KB][2] row images of codes of k - mean
-  uint8_t* k_t;       // [Hk][KB][2] transposed images in rho order (backward: dQ)
-  uint8_t* v;         // [Hk][KB][2] row images (backward: dP)
-  uint8_t* v_t;       // [Hk][KB][2] transposed images in sigma order (forward: O)
-  float* k_scale;     // [Hk][KB][2]
-  float* v_scale;     // [Hk][KB][2]
-  float* k_mean;      // [Hk][batch][D]; zeros where K is not centred
-  float* k_partial;   // [Hk][KB][2][D] scratch of the mean: sums of 64 keys
+  uint8_t* k;        // [Hk][KB][2] row images of codes of k - mean
+  uint8_t* k_t;      // [Hk][KB][2] transposed images in rho order (backward: dQ)
+  uint8_t* v;        // [Hk][KB][2] row images (backward: dP)
+  uint8_t* v_t;      // [Hk][KB][2] transposed images in sigma order (forward: O)
+  float* k_scale;    // [Hk][KB][2]
+  float* v_scale;    // [Hk][KB][2]
+  float* k_mean;     // [Hk][batch][D]; zeros where K is not centred
+  float* k_partial;  // [Hk][KB][2][D] scratch of the mean: sums of 64 keys
 };
 
 // Made from q for S.
 struct QueryCodes {
-  uint8_t* q;         // [Hq][QB][2] row images of codes of q - mu (of q where Q is not centred)
-  float* q_scale;     // [Hq][QB]
-  float* mean;        // [Hq][batch][mean_blocks_max][D] mu, BF16 values in FP32
-  float* bias;        // [Hq][mean_blocks_max][128 KB] mu . (k - mean), by padded key of the head's group
-  float* bias_amax;   // [Hq][mean_blocks_max][KB][2] largest |bias| of 64 keys, NaN if one is not finite and k_scale > 0
-  float* mean_dot;    // [Hq][128 QB] <q, k mean>, for the public lse; null in the backward
+  uint8_t* q;        // [Hq][QB][2] row images of codes of q - mu (of q where Q is not centred)
+  float* q_scale;    // [Hq][QB]
+  float* mean;       // [Hq][batch][mean_blocks_max][D] mu, BF16 values in FP32
+  float* bias;       // [Hq][mean_blocks_max][128 KB] mu . (k - mean), by padded key of the head's group
+  float* bias_amax;  // [Hq][mean_blocks_max][KB][2] largest |bias| of 64 keys, NaN if one is not finite and k_scale > 0
+  float* mean_dot;   // [Hq][128 QB] <q, k mean>, for the public lse; null in the backward
 };
 
 struct ForwardOutput {
-  TensorView o, o_low;            // o_low.data null: not wanted
-  float *lse, *reference, *sum;   // row vectors, each may be null; sum: two of them (unrounded, then rounded)
+  TensorView o, o_low;           // o_low.data null: not wanted
+  float *lse, *reference, *sum;  // row vectors, each may be null; sum: two of them (unrounded, then rounded)
   int64_t row_vector_length;
 };
 
 // Made from dO, O, q and the saved statistics for the backward. Blocks of 512 rows share a scale, stored for each of
 // their 128-row blocks.
 struct GradientCodes {
-  uint8_t* d_o;       // [Hq][QB][2] row images of codes of w dO
-  uint8_t* d_o_t;     // [Hq][QB][2] transposed, sigma order: codes of (2^k / rounded sum) dO
-  uint8_t* q_t;       // [Hq][QB][2] transposed, sigma order: codes of plain q
-  float* d_scale;     // [Hq][QB]
-  float* dv_scale;    // [Hq][QB]
-  float* q_scale;     // [Hq][QB] of q_t
-  float* shift;       // [Hq][128 QB] 8 - c; -infinity for a row without keys or past the end: its P is zero
-  float* delta;       // [Hq][128 QB] delta' (0 for such rows); matched: written by the delta kernel
-  float* weight;      // [Hq][128 QB] w, 0 for such rows
+  uint8_t* d_o;     // [Hq][QB][2] row images of codes of w dO
+  uint8_t* d_o_t;   // [Hq][QB][2] transposed, sigma order: codes of (2^k / rounded sum) dO
+  uint8_t* q_t;     // [Hq][QB][2] transposed, sigma order: codes of plain q
+  float* d_scale;   // [Hq][QB]
+  float* dv_scale;  // [Hq][QB]
+  float* q_scale;   // [Hq][QB] of q_t
+  float* shift;     // [Hq][128 QB] 8 - c; -infinity for a row without keys or past the end: its P is zero
+  float* delta;     // [Hq][128 QB] delta' (0 for such rows); matched: written by the delta kernel
+  float* weight;    // [Hq][128 QB] w, 0 for such rows
 };
 
 struct GradientInput {
-  TensorView q, o, o_low, d_o;             // o_low.data may be null (onepass without it: O alone)
-  const float *reference, *sum, *lse;      // reference, sum: saved; null: start from lse
-  const float* delta;                      // row vector, true delta to use, or null
-  float* delta_out;                        // row vector, true delta that was used, or null
+  TensorView q, o, o_low, d_o;         // o_low.data may be null (onepass without it: O alone)
+  const float *reference, *sum, *lse;  // reference, sum: saved; null: start from lse
+  const float* delta;                  // row vector, true delta to use, or null
+  float* delta_out;                    // row vector, true delta that was used, or null
   int64_t row_vector_length;
   DeltaRule rule;
 };
@@ -75,16 +75,16 @@ struct GradientInput {
 // all query tiles. Tile (head, I, J) is a row image-like block of 64 queries x 64 keys: 4 columns (16 keys each, rho
 // order) of 64 x 16 bytes. schedule/ds_tiles.h finds it.
 struct DsChunk {
-  uint8_t* codes;       // [heads][tiles per head][4096]
-  float* scale;         // [heads][tiles per head]
-  int32_t head_first, heads;        // query heads; whole groups
-  int32_t tile_first, tile_end;     // 64-key tiles counted from each sequence's first key; even
+  uint8_t* codes;                // [heads][tiles per head][4096]
+  float* scale;                  // [heads][tiles per head]
+  int32_t head_first, heads;     // query heads; whole groups
+  int32_t tile_first, tile_end;  // 64-key tiles counted from each sequence's first key; even
   int64_t tiles_per_head;
 };
 
 struct KeyGradients {
-  TensorView dk, dv;    // data null: not wanted
-  float* partial;       // [CTAs][2][128][D] FP32 sums of a CTA's work item, private to the CTA
+  TensorView dk, dv;  // data null: not wanted
+  float* partial;     // [CTAs][2][128][D] FP32 sums of a CTA's work item, private to the CTA
 };
 
 struct QueryGradients {

@@ -10,22 +10,40 @@ namespace dmattn::cuda {
 
 static_assert(numerics::kBiasSlots == 16, "one 16-byte column of an image");
 
-// Codes of one key's bias. All lanes of a warp call it together: the greedy split ends when no lane has anything left.
-__device__ __forceinline__ uint4 bias_codes(float dot, float q_scale, float k_scale) {
+// Writes the codes of one key's bias, 16 bytes at a shared address. All lanes of a warp call it together: the greedy
+// split ends when no lane has anything left. Word by word, as producers have few registers.
+__device__ __forceinline__ void write_bias_codes(uint32_t address, float dot, float q_scale, float k_scale) {
   const float units = numerics::bias_units(dot, q_scale, k_scale);
   float rest = numerics::is_finite(units) ? units : 0.0f;  // else the scale is NaN as well
-  uint32_t word[4] = {0, 0, 0, 0};
+  bool more = true;
 #pragma unroll
-  for (int slot = 0; slot < numerics::kBiasSlots; ++slot) {
-    uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(rest * (1.0f / numerics::kBiasWeight)));
-    word[slot / 4] |= static_cast<uint32_t>(pair & 0xffu) << (8 * (slot % 4));
-    float value[4];
-    ptx::e4m3_unpack(pair & 0xffu, value);
-    rest -= value[0] * numerics::kBiasWeight;  // exact: a multiple of 2^8 with few bits
-    if (slot % 4 == 3 && !__any_sync(0xffffffffu, (pair & 0x7fu) != 0)) break;
+  for (int first = 0; first < numerics::kBiasSlots; first += 4) {
+    uint32_t word = 0;
+    if (more) {
+#pragma unroll
+      for (int slot = 0; slot < 4; ++slot) {
+        uint16_t pair;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(pair)
+            : "f"(0.0f), "f"(rest * (1.0f / numerics::kBiasWeight)));
+        word |= static_cast<uint32_t>(pair & 0xffu) << (8 * slot);
+        float value[4];
+        ptx::e4m3_unpack(pair & 0xffu, value);
+        rest -= value[0] * numerics::kBiasWeight;  // exact: a multiple of 2^8 with few bits
+      }
+      more = __any_sync(0xffffffffu, (word & 0x7f000000u) != 0);
+    }
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address + first), "r"(word) : "memory");
   }
-  return {word[0], word[1], word[2], word[3]};
+}
+// The codes that this thread wrote before, once more.
+__device__ __forceinline__ void copy_bias_codes(uint32_t to, uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  ptx::store_shared4(to, x);
 }
 
 // Fills the constant operand of the bias step (an image of 64 rows x 32 bytes, 2 KB) with `threads` threads.

@@ -29,8 +29,9 @@ cudaError_t launch_key_pack(const Launch& launch, const Shape& shape, const Tens
                             bool centre_k, const KeyCodes& codes);
 
 // Q means, biases and codes for S (shape.mean_blocks_max == 0: Q is not centred, plain codes); mean_dot if wanted.
-cudaError_t launch_query_pack(const Launch& launch, const Shape& shape, const TensorView& q, const KeyCodes& keys,
-                              const QueryCodes& codes);
+// After the key pack of the same k, whose FP32 values the biases take.
+cudaError_t launch_query_pack(const Launch& launch, const Shape& shape, const TensorView& q, const TensorView& k,
+                              const KeyCodes& keys, const QueryCodes& codes);
 
 // Row statistics, delta' (not for matched, which gets w . delta only where input.delta is given) and codes of dO and q.
 cudaError_t launch_gradient_pack(const Launch& launch, const Shape& shape, const GradientInput& input,
@@ -50,7 +51,7 @@ cudaError_t launch_key_gradients(const Launch& launch, const Shape& shape, bool 
 int64_t key_gradients_partial_bytes(const Launch& launch);
 
 // dQ from the chunk's dS.
-cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, const KeyCodes& keys,
-                                   const DsChunk& chunk, const QueryGradients& output);
+cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, const KeyCodes& keys, const DsChunk& chunk,
+                                   const QueryGradients& output);
 
 }  // namespace dmattn::cuda

@@ -39,16 +39,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 // ---- bulk copies: addresses and sizes are multiples of 16 bytes ----
 
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(barrier)
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+// A group of no stores, where others of the same count follow.
+__device__ __forceinline__ void bulk_store_commit_empty() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most kPending of this thread's stores still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_store_wait_read() {
@@ -76,11 +77,10 @@ __device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, 
 // True in all 128 threads if it is true in one.
 __device__ __forceinline__ bool group_any(int id, bool value) {
   uint32_t any;
-  asm volatile(
-      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q; }"
-      : "=r"(any)
-      : "r"(static_cast<uint32_t>(value)), "r"(id)
-      : "memory");
+  asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q; }"
+               : "=r"(any)
+               : "r"(static_cast<uint32_t>(value)), "r"(id)
+               : "memory");
   return any != 0;
 }
 
@@ -95,6 +95,22 @@ __device__ __forceinline__ float2 load_shared2(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
   return x;
+}
+__device__ __forceinline__ int32_t load_shared_int(uint32_t address) {
+  int32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ int64_t load_shared_long(uint32_t address) {
+  int64_t x;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ void store_shared_long(uint32_t address, int64_t x) {
+  asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared_int(uint32_t address, int32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");

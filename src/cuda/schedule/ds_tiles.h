@@ -31,10 +31,10 @@ DMATTN_CUDA_HD int64_t causal_tile_base(int64_t query_tile, int64_t shift, int64
 
 // Chunk of key tiles [first, end) of sequences with q_rows, k_rows (variable: q tiles counted over the whole batch).
 struct DsIndex {
-  int32_t packed;            // causal, equal lengths
-  int32_t first, width;      // key tiles
-  int64_t shift;             // packed: row I of a sequence holds clamp(I + 1 + shift, 0, width) tiles
-  int64_t sequence_tiles;    // packed: tiles of one sequence
+  int32_t packed;          // causal, equal lengths
+  int32_t first, width;    // key tiles
+  int64_t shift;           // packed: row I of a sequence holds clamp(I + 1 + shift, 0, width) tiles
+  int64_t sequence_tiles;  // packed: tiles of one sequence
   // Tiles of a head up to query tile `tile` (counted from the sequence's first) of sequence b whose first padded
   // 128-row block is `block0`.
   DMATTN_CUDA_HD int64_t row(int64_t b, int64_t block0, int64_t tile) const {

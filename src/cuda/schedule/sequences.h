@@ -16,8 +16,8 @@ struct SequenceView {
 
 struct Sequences {
   int32_t batch;
-  int32_t variable;          // 1: cu_seqlens, else every sequence has q_len and k_len rows
-  int64_t q_len, k_len;      // rows of a sequence; variable: of the whole tensor
+  int32_t variable;                    // 1: cu_seqlens, else every sequence has q_len and k_len rows
+  int64_t q_len, k_len;                // rows of a sequence; variable: of the whole tensor
   int32_t q_blocks, k_blocks;          // padded blocks in all (variable: an upper bound)
   int32_t q_blocks_max, k_blocks_max;  // of one sequence (variable: an upper bound)
   // Variable lengths only, device memory. Starts and block tables are written by the table kernel, which also clamps
@@ -33,18 +33,9 @@ struct Sequences {
 #if defined(__CUDACC__)
 __device__ __forceinline__ SequenceView sequence_view(const Sequences& s, int32_t b) {
   if (!s.variable)
-    return {0,
-            0,
-            static_cast<int32_t>(s.q_len),
-            static_cast<int32_t>(s.k_len),
-            b * s.q_blocks_max,
-            b * s.k_blocks_max};
-  return {s.q_start[b],
-          s.k_start[b],
-          s.q_start[b + 1] - s.q_start[b],
-          s.k_start[b + 1] - s.k_start[b],
-          s.q_block_first[b],
-          s.k_block_first[b]};
+    return {0, 0, static_cast<int32_t>(s.q_len), static_cast<int32_t>(s.k_len), b * s.q_blocks_max, b * s.k_blocks_max};
+  return {s.q_start[b],       s.k_start[b],      s.q_start[b + 1] - s.q_start[b], s.k_start[b + 1] - s.k_start[b],
+          s.q_block_first[b], s.k_block_first[b]};
 }
 // Sequence of a padded block, -1 for a block that no sequence has.
 __device__ __forceinline__ int32_t q_block_owner(const Sequences& s, int32_t block) {

@@ -1,0 +1,120 @@
+// Shared memory, barriers and work items of the key-stationary backward (kernels/key_gradients.cuh).
+#pragma once
+
+#include "cuda/kernels/kernels.h"
+#include "cuda/ptx/memory.h"
+#include "cuda/schedule/ds_tiles.h"
+#include "cuda/tile/image.h"
+#include "numerics/constants.h"
+
+namespace dmattn::cuda {
+
+// What a launch computes. Heads of 256 need 128 accumulators a thread for each of dV and dK: two launches.
+enum class KeyRole { both, dv, dk };
+
+template <int kHeadDim, KeyRole kRole>
+struct KeyTraits {
+  static constexpr int D = kHeadDim;
+  static constexpr bool kDv = kRole != KeyRole::dk, kDk = kRole != KeyRole::dv;
+  static constexpr int kImage = kImageRows * D;     // bytes of an image
+  static constexpr int kSlice = D < 128 ? D : 128;  // width of one product of dV and dK
+  static constexpr int kSlices = D / kSlice;
+  static constexpr int kStages = D == 256 && kDk ? 2 : 4;  // 227 KB is the limit
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 240;
+  static constexpr int kThreads = 384, kConsumerWarps = 8;
+};
+
+// Byte offsets in dynamic shared memory.
+template <class T>
+struct KeyPlan {
+  static constexpr int kKeys = 0;                        // two row images
+  static constexpr int kValues = kKeys + 2 * T::kImage;  // two row images (dK)
+  static constexpr int kStage0 = kValues + (T::kDk ? 2 * T::kImage : 0);
+  // Within a stage.
+  static constexpr int kQ = 0;
+  static constexpr int kDo = kQ + T::kImage;                          // row image of dO (dK)
+  static constexpr int kQt = kDo + (T::kDk ? T::kImage : 0);          // transposed q (dK)
+  static constexpr int kDot = kQt + (T::kDk ? T::kImage : 0);         // transposed dO (dV)
+  static constexpr int kBias = kDot + (T::kDv ? T::kImage : 0);       // one image of 64 keys x 32 for each warpgroup
+  static constexpr int kShift = kBias + 2 * kImageRows * kBiasBytes;  // 64 floats: 8 - c
+  static constexpr int kDelta = kShift + kImageRows * 4;              // 64 floats: delta'
+  static constexpr int kScalars = kDelta + kImageRows * 4;            // StageScalars
+  static constexpr int kStageBytes = kScalars + 128;
+  static constexpr int kOnes = kStage0 + T::kStages * kStageBytes;  // constant operand of the bias step
+  static constexpr int kDs = kOnes + kImageRows * kBiasBytes;       // [warpgroup][2][64 x 64] dS on its way out
+  static constexpr int kReduce = kDs + (T::kDk ? 4 * 4096 : 0);     // [warpgroup][4 warps] amax
+  static constexpr int kWork = kReduce + 64;                        // [2 bias warps] constants of an item
+  static constexpr int kSlots = kWork + 64;                         // [8 consumer warps] KeySlot
+  static constexpr int kBarriers = kSlots + 8 * 32;
+  static constexpr int kBytes = kBarriers + 8 * (2 * T::kStages + 2);
+  static_assert(kBytes <= 227 * 1024);
+
+  static constexpr int stage(int s) { return kStage0 + s * kStageBytes; }
+  // Bulk copies of a stage.
+  static constexpr int kCopyBytes =
+      T::kImage * (1 + (T::kDk ? 2 : 0) + (T::kDv ? 1 : 0)) + kImageRows * 4 * (T::kDk ? 2 : 1);
+  static constexpr int full(int s) { return kBarriers + 8 * s; }
+  static constexpr int empty(int s) { return kBarriers + 8 * (T::kStages + s); }
+  static constexpr int kKeysFull = kBarriers + 16 * T::kStages;
+  static constexpr int kKeysEmpty = kKeysFull + 8;
+};
+
+// Factors of a stage's tiles, one of each for either warpgroup's 64 keys.
+struct StageScalars {
+  float score[2];     // (q_scale k_scale) (softmax_scale log2 e)
+  float gradient[2];  // d_scale v_scale
+  float dv_scale, q_scale;
+};
+
+// What a consumer warp looks up once per item and needs again only at the end of a head or of the item.
+struct KeySlot {
+  int64_t dv_offset, dk_offset;  // elements from the outputs' data to the warpgroup's first key
+  int32_t ds_tile;               // index in the chunk of the first head's first tile
+};
+
+// 128 keys of one KV head and the queries that see them.
+struct KeyItem {
+  SequenceView view;
+  int32_t sequence, kv_head, block;  // block: 128 keys, counted from the sequence's first
+  int32_t first_tile, tiles;         // query tiles [first_tile, tiles) of each query head of the group
+  int32_t offset;                    // query i sees key j if j <= i + offset
+};
+
+struct KeyParams {
+  Shape shape;
+  KeyCodes keys;
+  QueryCodes queries;
+  GradientCodes gradients;
+  DsChunk chunk;
+  DsIndex index;
+  KeyGradients output;
+  int32_t items;
+  int32_t item_heads;     // KV heads of the chunk times batch
+  int32_t kv_head_first;  // of the chunk
+  int32_t group;          // query heads of a KV head
+};
+
+// Keeps the compiler from preparing a division outside the loop: producers have no registers for that.
+__device__ __forceinline__ int32_t opaque(int32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// False for an item without keys. Items go by key block first: in a causal batch the longest come first.
+__device__ __forceinline__ bool key_item(const KeyParams& p, int32_t item, KeyItem& out) {
+  const int32_t heads = opaque(p.item_heads), batch = opaque(p.shape.sequences.batch);
+  const int32_t rank = item / heads, rest = item - rank * heads;
+  const int32_t head = rest / batch;
+  out.sequence = rest - head * batch;
+  out.kv_head = p.kv_head_first + head;
+  out.block = p.chunk.tile_first / 2 + rank;
+  out.view = sequence_view(p.shape.sequences, out.sequence);
+  if (out.block * kBlockRows >= out.view.k_rows) return false;
+  out.tiles = (out.view.q_rows + kImageRows - 1) / kImageRows;
+  out.offset = out.view.k_rows - out.view.q_rows;
+  const int32_t first_query = out.block * kBlockRows - out.offset;  // first that sees the block's first key
+  out.first_tile = !p.shape.causal || first_query < 0 ? 0 : min(first_query / kImageRows, out.tiles);
+  return true;
+}
+
+}  // namespace dmattn::cuda

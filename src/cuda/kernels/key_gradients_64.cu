@@ -1,0 +1,13 @@
+#include "cuda/kernels/key_gradients.cuh"
+#include "cuda/kernels/key_gradients.h"
+
+namespace dmattn::cuda {
+
+cudaError_t key_gradients_64(const Launch& launch, const KeyParams& p) {
+  return start_key_gradients<KeyTraits<64, KeyRole::both>, false>(launch, p);
+}
+cudaError_t key_gradients_64_rounded(const Launch& launch, const KeyParams& p) {
+  return start_key_gradients<KeyTraits<64, KeyRole::both>, true>(launch, p);
+}
+
+}  // namespace dmattn::cuda

@@ -1,0 +1,306 @@
+// What the backward takes from dO, O, q and the saved statistics: row references and weights, delta', codes of w dO, of
+// (2^k / rounded sum) dO and of plain q (docs/numerics.md, section 4).
+//
+// Scales hold over 512 rows. A cluster of 8 CTAs has such an interval of a query head, 64 rows (one image) each, 2 D
+// threads a CTA (collective/pack_rows.h). Every tensor is read once: rows stay in registers while the CTAs tell each
+// other their amaxes. CTAs past the sequence's last block leave at once and are asked for nothing.
+//
+// Statistics of a row belong to the first 64 threads, in padded row order. From a public lse alone, a kernel in front
+// puts references and sums where this one finds them: into gradients.shift and gradients.weight, which it overwrites.
+#include "cuda/collective/pack_cluster.h"
+#include "cuda/collective/pack_launch.h"
+#include "cuda/collective/pack_rows.h"
+#include "cuda/kernels/kernels.h"
+#include "numerics/softmax.h"
+
+namespace dmattn::cuda {
+namespace {
+
+using pack::Chunk;
+using pack::RowCodes;
+using pack::RowOrder;
+using pack::ThreadRows;
+
+constexpr int kIntervalBlocks = 4;                 // of 128 rows
+constexpr int kClusterCtas = 2 * kIntervalBlocks;  // one an image
+constexpr int kHalves = kBlockRows / kImageRows;
+
+// Clusters of a head. An interval of sequence b whose first block is f and that starts i intervals into it has index
+// f / 4 + b + i with variable lengths: no two share one, as a sequence's last interval reaches at most 3 blocks too far.
+__host__ __device__ __forceinline__ int64_t interval_count(const Sequences& s) {
+  if (s.variable) return s.q_blocks / kIntervalBlocks + static_cast<int64_t>(s.batch);
+  return static_cast<int64_t>(s.batch) * ((s.q_blocks_max + kIntervalBlocks - 1) / kIntervalBlocks);
+}
+
+struct Interval {
+  int32_t sequence, first_block;  // block counted from the sequence's first; may be past its last
+};
+__device__ __forceinline__ Interval interval_at(const Sequences& s, int32_t index) {
+  if (!s.variable) {
+    const int32_t each = (s.q_blocks_max + kIntervalBlocks - 1) / kIntervalBlocks;
+    return {index / each, index % each * kIntervalBlocks};
+  }
+  const auto first_index = [&](int32_t b) { return s.q_block_first[b] / kIntervalBlocks + b; };
+  int32_t low = 0, high = s.batch;  // the last sequence whose first interval is at or before this one
+  while (high - low > 1) {
+    const int32_t middle = low + (high - low) / 2;
+    (first_index(middle) <= index ? low : high) = middle;
+  }
+  return {low, (index - first_index(low)) * kIntervalBlocks};
+}
+
+// One image of 64 queries of a head.
+struct GradientImage {
+  int32_t head, sequence, kv_head;
+  int32_t first, rows;  // first query within the sequence; queries from there on (may be below 1)
+  int32_t peers;        // CTAs of the cluster that have an image, this one among them; below 1 for none
+  int32_t rank;         // of this CTA
+  int64_t block;        // padded block over all heads
+  SequenceView view;
+  __device__ int half() const { return rank % kHalves; }
+  __device__ int64_t image() const { return block * kHalves + half(); }
+};
+
+__device__ __forceinline__ GradientImage gradient_image(const Shape& shape) {
+  const Sequences& s = shape.sequences;
+  GradientImage out;
+  const uint32_t cluster = blockIdx.x / kClusterCtas, intervals = static_cast<uint32_t>(interval_count(s));
+  out.rank = static_cast<int32_t>(blockIdx.x % kClusterCtas);
+  out.head = static_cast<int32_t>(cluster / intervals);
+  out.kv_head = out.head / (shape.q_heads / shape.kv_heads);
+  const Interval interval = interval_at(s, static_cast<int32_t>(cluster % intervals));
+  out.sequence = interval.sequence;
+  out.view = sequence_view(s, interval.sequence);
+  const int32_t blocks = (out.view.q_rows + kBlockRows - 1) / kBlockRows;
+  out.peers = kHalves * min(blocks - interval.first_block, kIntervalBlocks);
+  const int32_t local = interval.first_block + out.rank / kHalves;
+  out.first = local * kBlockRows + out.half() * kImageRows;
+  out.rows = out.view.q_rows - out.first;
+  out.block = static_cast<int64_t>(out.head) * s.q_blocks + out.view.q_block0 + local;
+  return out;
+}
+
+template <int kDim>
+__device__ __forceinline__ void load_image(const TensorView& x, const Sequences& s, const GradientImage& at,
+                                           const ThreadRows<kDim>& me, Chunk (&rows)[pack::kThreadRows]) {
+  pack::load_rows(pack::row_source(x, s, at.sequence, at.view.q_first, at.first, at.head, at.rows), me, rows);
+}
+
+// From the public lse alone: M and the sum such that 2^M sum = 2^(lse log2 e), scores centred as Q's codes have them.
+// M goes into gradients.shift, the sum into gradients.weight. Grade: bounded (FP64 exp2 differs between libraries).
+template <int kDim>
+__global__ void __launch_bounds__(2 * kDim)
+    rows_from_lse(Shape shape, GradientInput input, KeyCodes keys, GradientCodes codes) {
+  const Sequences& s = shape.sequences;
+  const GradientImage at = gradient_image(shape);
+  if (at.rank >= at.peers) return;
+  const ThreadRows<kDim> me(threadIdx.x);
+  __shared__ float dot[kImageRows];
+  Chunk q[pack::kThreadRows];
+  load_image(input.q, s, at, me, q);
+  const float* const mean =
+      keys.k_mean + (static_cast<int64_t>(at.kv_head) * s.batch + at.sequence) * kDim + pack::kChunk * me.chunk;
+#pragma unroll
+  for (int i = 0; i < pack::kThreadRows; ++i) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < pack::kChunk; ++c) sum = __fmaf_rn(pack::channel(q[i], c), mean[c], sum);
+    sum = pack::add_row_lanes<kDim>(sum);
+    if (me.chunk == 0) dot[me.row(i)] = sum;
+  }
+  __syncthreads();
+  const int row = threadIdx.x;
+  if (row >= kImageRows) return;
+  float reference = numerics::negative_infinity(), sum = 0.0f;
+  if (row < at.rows) {
+    const float lse = input.lse[row_vector(s, shape.q_heads, at.sequence, at.head, at.view.q_first) + at.first + row];
+    if (lse != numerics::negative_infinity()) {
+      constexpr double kLn2 = 0.693147180559945309417;
+      const double shifted = __dsub_rn(lse, __dmul_rn(shape.softmax_scale, dot[row]));
+      const double log2_sum = __ddiv_rn(shifted, kLn2), floor_of = floor(log2_sum);
+      reference = static_cast<float>(floor_of);
+      sum = static_cast<float>(exp2(__dsub_rn(log2_sum, floor_of)));
+    }
+  }
+  codes.shift[at.image() * kImageRows + row] = reference;
+  codes.weight[at.image() * kImageRows + row] = sum;
+}
+
+// What the CTA's threads share of a row.
+struct RowStatistics {
+  float weight[kImageRows];     // w; 0 for a row without keys or past the end
+  float dv_weight[kImageRows];  // 2^k / rounded sum, likewise
+  float delta[kImageRows];      // delta'
+};
+
+// Threads 0 ... 63: references, weights, and delta' where the caller gave delta.
+__device__ __forceinline__ void row_statistics(const Shape& shape, const GradientInput& input, const GradientImage& at,
+                                               const GradientCodes& codes, RowStatistics& shared) {
+  const int row = threadIdx.x;
+  const int64_t padded = at.image() * kImageRows + row;
+  const int64_t own =
+      row_vector(shape.sequences, shape.q_heads, at.sequence, at.head, at.view.q_first) + at.first + row;
+  float reference = 0.0f, sum = 0.0f, rounded = 0.0f, delta = 0.0f;
+  if (row < at.rows) {
+    if (input.reference != nullptr) {
+      reference = input.reference[own];
+      sum = input.sum[own];
+      rounded = input.sum[input.row_vector_length + own];
+    } else {
+      reference = codes.shift[padded];
+      sum = rounded = codes.weight[padded];
+    }
+    if (input.delta != nullptr) delta = input.delta[own];
+  }
+  const bool onepass = input.rule == DeltaRule::onepass;
+  const auto [weight, exponent] = numerics::row_weight(onepass ? rounded : sum);
+  const bool dead = weight == 0.0f;  // without keys: no gradient, whatever dO holds
+  const float c = __fadd_rn(reference, exponent);
+  codes.shift[padded] = dead ? numerics::negative_infinity() : __fsub_rn(numerics::kProbabilityExponent, c);
+  codes.weight[padded] = weight;
+  shared.weight[row] = weight;
+  shared.dv_weight[row] = dead || onepass ? weight : __fdiv_rn(numerics::power_of_two(exponent), rounded);
+  shared.delta[row] = dead ? 0.0f : __fmul_rn(weight, delta);
+}
+
+// <a, b> over the row's channels in the contract's order, in all lanes of the row.
+template <int kDim, class A, class B>
+__device__ __forceinline__ float row_dot(A a, B b) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < pack::kChunk; ++c) sum = __fmaf_rn(a(c), b(c), sum);
+  return pack::add_row_lanes<kDim>(sum);
+}
+
+template <int kDim>
+__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
+    gradient_codes(Shape shape, GradientInput input, GradientCodes codes) {
+  using Threads = ThreadRows<kDim>;
+  using Stage = pack::TransposedStage<kDim>;
+  constexpr int64_t kImageBytes = kImageRows * kDim;
+  enum { kD, kDv, kQ, kOperands };
+  const Sequences& s = shape.sequences;
+  const GradientImage at = gradient_image(shape);
+  if (at.rank >= at.peers) return;
+  const Threads me(threadIdx.x);
+  __shared__ __align__(16) uint8_t stage[2][Stage::kBytes];
+  __shared__ RowStatistics rows;
+  __shared__ uint32_t scratch[kOperands][Threads::kWarps];
+  __shared__ uint32_t peer_amax[kOperands][kClusterCtas];  // written by the peers
+
+  pack::cluster_arrive();  // this CTA has started
+  Chunk d_o[pack::kThreadRows], q[pack::kThreadRows], o[pack::kThreadRows] = {};
+  load_image(input.d_o, s, at, me, d_o);
+  load_image(input.q, s, at, me, q);
+  if (threadIdx.x < kImageRows) row_statistics(shape, input, at, codes, rows);
+  __syncthreads();
+
+  float weight[pack::kThreadRows], dv_weight[pack::kThreadRows];
+  uint32_t amax[kOperands] = {};
+#pragma unroll
+  for (int i = 0; i < pack::kThreadRows; ++i) {
+    weight[i] = rows.weight[me.row(i)], dv_weight[i] = rows.dv_weight[me.row(i)];
+    if (weight[i] == 0.0f) d_o[i] = Chunk{};
+    const float most = __uint_as_float(pack::chunk_amax(d_o[i]));  // a product's rounding keeps the order
+    amax[kD] = max(amax[kD], pack::magnitude_bits(__fmul_rn(weight[i], most)));
+    amax[kDv] = max(amax[kDv], pack::magnitude_bits(__fmul_rn(dv_weight[i], most)));
+    amax[kQ] = max(amax[kQ], pack::chunk_amax(q[i]));
+  }
+  pack::block_amax<Threads::kWarps>(amax, scratch);
+  pack::cluster_wait();  // the peers have started
+  if (static_cast<int>(threadIdx.x) < at.peers)
+#pragma unroll
+    for (int x = 0; x < kOperands; ++x) pack::store_remote(&peer_amax[x][at.rank], threadIdx.x, amax[x]);
+  pack::cluster_arrive();
+  const bool with_o = input.delta == nullptr && input.rule != DeltaRule::matched;
+  if (with_o) load_image(input.o, s, at, me, o);
+  pack::cluster_wait();
+#pragma unroll
+  for (int x = 0; x < kOperands; ++x) {
+    const int lane = threadIdx.x % 32;
+    amax[x] = __reduce_max_sync(pack::kAllLanes, lane < at.peers ? peer_amax[x][lane] : 0u);
+  }
+  const auto d_scale = numerics::block_scale(__uint_as_float(amax[kD]));
+  const auto dv_scale = numerics::block_scale(__uint_as_float(amax[kDv]));
+  const auto q_scale = numerics::block_scale(__uint_as_float(amax[kQ]));
+  if (threadIdx.x == 0 && at.half() == 0) {
+    codes.d_scale[at.block] = d_scale.scale;
+    codes.dv_scale[at.block] = dv_scale.scale;
+    codes.q_scale[at.block] = q_scale.scale;
+  }
+
+  RowCodes row;
+#pragma unroll
+  for (int i = 0; i < pack::kThreadRows; ++i)
+    pack::encode_row(row, i, dv_scale.inverse, me.row(i) < at.rows,
+                     [&](int c) { return __fmul_rn(dv_weight[i], pack::channel(d_o[i], c)); });
+  pack::stage_transposed<kDim, RowOrder::sigma>(stage[0], me, row);
+#pragma unroll
+  for (int i = 0; i < pack::kThreadRows; ++i)
+    pack::encode_row(row, i, q_scale.inverse, me.row(i) < at.rows, [&](int c) { return pack::channel(q[i], c); });
+  pack::stage_transposed<kDim, RowOrder::sigma>(stage[1], me, row);
+  const auto weighted = [&](int i, int c) { return __fmul_rn(weight[i], pack::channel(d_o[i], c)); };
+#pragma unroll
+  for (int i = 0; i < pack::kThreadRows; ++i)
+    pack::encode_row(row, i, d_scale.inverse, me.row(i) < at.rows, [&](int c) { return weighted(i, c); });
+  pack::store_row_image(codes.d_o + at.image() * kImageBytes, me, row);
+
+  if (with_o) {
+    Chunk o_low[pack::kThreadRows] = {};
+    const bool with_low = input.rule == DeltaRule::onepass && input.o_low.data != nullptr;
+    if (with_low) load_image(input.o_low, s, at, me, o_low);
+#pragma unroll
+    for (int i = 0; i < pack::kThreadRows; ++i) {
+      float delta;
+      if (input.rule == DeltaRule::stale) {
+        delta = row_dot<kDim>([&](int c) { return weighted(i, c); }, [&](int c) { return pack::channel(o[i], c); });
+      } else {
+        float code[2][4];
+        ptx::e4m3_unpack(row.word[i][0], code[0]);
+        ptx::e4m3_unpack(row.word[i][1], code[1]);
+        const float dot = row_dot<kDim>([&](int c) { return code[c / 4][c % 4]; },
+                                        [&](int c) {
+                                          const float high = pack::channel(o[i], c);
+                                          return with_low ? __fadd_rn(high, pack::channel(o_low[i], c)) : high;
+                                        });
+        delta = __fmul_rn(d_scale.scale, dot);
+      }
+      if (me.chunk == 0 && weight[i] != 0.0f) rows.delta[me.row(i)] = delta;
+    }
+  }
+  __syncthreads();
+  pack::store_transposed_image<kDim>(codes.d_o_t + at.image() * kImageBytes, stage[0]);
+  pack::store_transposed_image<kDim>(codes.q_t + at.image() * kImageBytes, stage[1]);
+  if (threadIdx.x >= kImageRows) return;
+  const bool known = with_o || input.delta != nullptr;  // else matched: its kernel writes delta' of live rows
+  const float w = rows.weight[threadIdx.x], delta = rows.delta[threadIdx.x];
+  if (known || w == 0.0f) codes.delta[at.image() * kImageRows + threadIdx.x] = delta;
+  if (known && input.delta_out != nullptr && static_cast<int>(threadIdx.x) < at.rows)
+    input.delta_out[row_vector(s, shape.q_heads, at.sequence, at.head, at.view.q_first) + at.first + threadIdx.x] =
+        w == 0.0f ? 0.0f : __fdiv_rn(delta, w);
+}
+
+template <int kDim>
+cudaError_t launch_with(const Launch& launch, const Shape& shape, const GradientInput& input, const KeyCodes& keys,
+                        const GradientCodes& codes) {
+  const int64_t ctas = interval_count(shape.sequences) * shape.q_heads * kClusterCtas;
+  if (ctas == 0 || shape.sequences.q_blocks == 0) return cudaSuccess;
+  if (!pack::fits_grid(ctas)) return cudaErrorInvalidConfiguration;
+  const auto grid = static_cast<uint32_t>(ctas);
+  if (input.reference == nullptr) {
+    rows_from_lse<kDim><<<grid, 2 * kDim, 0, launch.stream>>>(shape, input, keys, codes);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
+  gradient_codes<kDim><<<grid, 2 * kDim, 0, launch.stream>>>(shape, input, codes);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_gradient_pack(const Launch& launch, const Shape& shape, const GradientInput& input,
+                                 const KeyCodes& keys, const GradientCodes& codes) {
+  return pack::with_head_dim(
+      launch.head_dim, [&](auto dim) { return launch_with<decltype(dim)::value>(launch, shape, input, keys, codes); });
+}
+
+}  // namespace dmattn::cuda
