@@ -62,7 +62,7 @@ void queue_operands(Call& call) {
   queue_tables(call.launch, problem, plan.shape, plan.tables);
   queue_keys(call.launch, problem, plan.shape, k, v, plan.keys);
   if (plan.shape.sequences.q_blocks == 0) return;
-  queue_queries(call.launch, plan.shape, input.q, plan.keys, plan.queries);
+  queue_queries(call.launch, plan.shape, input.q, k, plan.keys, plan.queries);
   check_cuda(launch_gradient_pack(call.launch, plan.shape, input, plan.keys, plan.gradients),
              "launch of the dO and q pack");
   if (own_kernel)

@@ -28,7 +28,7 @@ void forward(const Problem& problem, const dmattn_forward_args& args) {
 
   queue_tables(launch, problem, plan.shape, plan.tables);
   queue_keys(launch, problem, plan.shape, k, v, plan.keys);
-  queue_queries(launch, plan.shape, q, plan.keys, plan.queries);
+  queue_queries(launch, plan.shape, q, k, plan.keys, plan.queries);
   check_cuda(launch_forward(launch, plan.shape, plan.keys, plan.queries, output), "launch of the forward kernel");
 }
 

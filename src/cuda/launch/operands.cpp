@@ -42,18 +42,12 @@ void queue_tables(const Launch& launch, const Problem& problem, const Shape& sha
 
 void queue_keys(const Launch& launch, const Problem& problem, const Shape& shape, const TensorView& k,
                 const TensorView& v, const KeyCodes& keys) {
-  if (shape.sequences.k_blocks == 0) {
-    const size_t means = static_cast<size_t>(problem.kv_heads * problem.batch * problem.head_dim);
-    check_cuda(cudaMemsetAsync(keys.k_mean, 0, means * sizeof(float), launch.stream), "clearing the K mean");
-    return;
-  }
   check_cuda(launch_key_pack(launch, shape, k, v, problem.centre != Centre::none, keys), "launch of the K and V pack");
 }
 
-void queue_queries(const Launch& launch, const Shape& shape, const TensorView& q, const KeyCodes& keys,
-                   const QueryCodes& queries) {
-  if (shape.sequences.q_blocks == 0) return;
-  check_cuda(launch_query_pack(launch, shape, q, keys, queries), "launch of the Q pack");
+void queue_queries(const Launch& launch, const Shape& shape, const TensorView& q, const TensorView& k,
+                   const KeyCodes& keys, const QueryCodes& queries) {
+  check_cuda(launch_query_pack(launch, shape, q, k, keys, queries), "launch of the Q pack");
 }
 
 }  // namespace dmattn::cuda

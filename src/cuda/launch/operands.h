@@ -13,12 +13,12 @@ TensorView tensor_view(const Problem& problem, const dmattn_tensor& tensor, bool
 // The device's offsets, clamped, and the block tables made from them. Nothing where all lengths are equal.
 void queue_tables(const Launch& launch, const Problem& problem, const Shape& shape, const Tables& tables);
 
-// Codes of k and v. Where there are no keys the mean is still defined: zero.
+// Codes of k and v, and the mean of k.
 void queue_keys(const Launch& launch, const Problem& problem, const Shape& shape, const TensorView& k,
                 const TensorView& v, const KeyCodes& keys);
 
-// Codes of q for S.
-void queue_queries(const Launch& launch, const Shape& shape, const TensorView& q, const KeyCodes& keys,
-                   const QueryCodes& queries);
+// Codes of q for S; after the codes of the same k.
+void queue_queries(const Launch& launch, const Shape& shape, const TensorView& q, const TensorView& k,
+                   const KeyCodes& keys, const QueryCodes& queries);
 
 }  // namespace dmattn::cuda

@@ -34,7 +34,7 @@ Packed queue_query_operand(const Launch& launch, const Problem& problem, const d
   plan.queries.mean_dot = nullptr;
   queue_tables(launch, problem, plan.shape, plan.tables);
   queue_keys(launch, problem, plan.shape, k, k, plan.keys);  // v only has to be there
-  queue_queries(launch, plan.shape, q, plan.keys, plan.queries);
+  queue_queries(launch, plan.shape, q, k, plan.keys, plan.queries);
   const bool centred = plan.shape.mean_blocks_max > 0;
   return {plan.queries.q, plan.queries.q_scale, centred ? plan.queries.mean : nullptr,
           kBlockRows / numerics::kQueryScaleRows, mean_blocks(problem) * problem.head_dim};
