@@ -119,6 +119,13 @@ __device__ __forceinline__ void store_shared4(uint32_t address, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
 }
+// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
 // Four 8 x 8 matrices of 16-bit elements, each transposed; lane 8 i + r gives the address of row r of matrix i.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, const uint32_t* x) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
