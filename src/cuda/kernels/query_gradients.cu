@@ -5,8 +5,8 @@ namespace dmattn::cuda {
 namespace {
 
 template <int kHeadDim>
-cudaError_t start(const Launch& launch, const QueryParams& p) {
-  using T = QueryTraits<kHeadDim>;
+cudaError_t start(const Launch& launch, const DqParams& p) {
+  using T = DqTraits<kHeadDim>;
   auto* kernel = query_gradients_kernel<T>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, T::kBytes))
     return error;
@@ -20,7 +20,7 @@ cudaError_t start(const Launch& launch, const QueryParams& p) {
 cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, const KeyCodes& keys, const DsChunk& chunk,
                                    const QueryGradients& output) {
   const Sequences& all = shape.sequences;
-  QueryParams p{};
+  DqParams p{};
   p.shape = shape;
   p.keys = keys;
   p.chunk = chunk;

@@ -20,7 +20,7 @@
 namespace dmattn::cuda {
 
 template <int kHeadDim>
-struct QueryTraits {
+struct DqTraits {
   static constexpr int D = kHeadDim;
   static constexpr int kImage = kImageRows * D, kDsTile = kImageRows * kImageRows;
   static constexpr int kSlice = D < 128 ? D : 128, kSlices = D / kSlice;
@@ -32,7 +32,7 @@ struct QueryTraits {
   static constexpr int empty(int s) { return kBarriers + 8 * (kStages + s); }
 };
 
-struct QueryParams {
+struct DqParams {
   Shape shape;
   KeyCodes keys;
   DsChunk chunk;
@@ -42,7 +42,7 @@ struct QueryParams {
 };
 
 // 128 queries of one head.
-struct QueryItem {
+struct DqItem {
   SequenceView view;
   int32_t sequence, head, block;
   int32_t end[2];  // either warpgroup's key tiles: [chunk.tile_first, end)
@@ -50,7 +50,7 @@ struct QueryItem {
 };
 
 // False for an item without rows. The last queries see the most keys and come first.
-__device__ __forceinline__ bool query_item(const QueryParams& p, int32_t item, QueryItem& out) {
+__device__ __forceinline__ bool dq_item(const DqParams& p, int32_t item, DqItem& out) {
   const int32_t heads = opaque(p.item_heads), batch = opaque(p.shape.sequences.batch);
   const int32_t rank = item / heads, rest = item - rank * heads, head = rest / batch;
   out.sequence = rest - head * batch;
@@ -70,12 +70,12 @@ __device__ __forceinline__ bool query_item(const QueryParams& p, int32_t item, Q
 }
 
 template <class T>
-__device__ __forceinline__ void query_copies(const QueryParams& p, uint32_t shared) {
+__device__ __forceinline__ void dq_copies(const DqParams& p, uint32_t shared) {
   StageRing<T::kStages> ring;
 #pragma unroll 1
   for (int32_t number = static_cast<int32_t>(blockIdx.x); number < p.items; number += static_cast<int32_t>(gridDim.x)) {
-    QueryItem item;
-    if (!query_item(p, number, item)) continue;
+    DqItem item;
+    if (!dq_item(p, number, item)) continue;
     const int64_t image =
         (static_cast<int64_t>(item.head / p.group) * p.shape.sequences.k_blocks + item.view.k_block0) * 2;
 #pragma unroll 1
@@ -98,9 +98,9 @@ __device__ __forceinline__ void query_copies(const QueryParams& p, uint32_t shar
 }
 
 template <class T>
-struct QueryConsumer {
+struct DqConsumer {
   static constexpr int N = T::kSlice / 2;
-  const QueryParams& p;
+  const DqParams& p;
   const uint32_t shared;
   const int group, thread, warp, lane;
   float sum[T::kSlices][N];
@@ -126,13 +126,13 @@ struct QueryConsumer {
     }
   }
 
-  __device__ __forceinline__ float* partial(const QueryItem& item) const {
+  __device__ __forceinline__ float* partial(const DqItem& item) const {
     const int64_t image =
         (static_cast<int64_t>(item.head) * p.shape.sequences.q_blocks + item.view.q_block0 + item.block) * 2 + group;
     return p.output.partial + image * T::kImage + 4 * thread;
   }
 
-  __device__ __forceinline__ void begin(const QueryItem& item) {
+  __device__ __forceinline__ void begin(const DqItem& item) {
 #pragma unroll
     for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll
@@ -143,7 +143,7 @@ struct QueryConsumer {
       }
   }
 
-  __device__ __forceinline__ void finish(const QueryItem& item) const {
+  __device__ __forceinline__ void finish(const DqItem& item) const {
     const int32_t row = item.block * kBlockRows + group * kImageRows + 16 * warp + lane / 4;
 #pragma unroll
     for (int slice = 0; slice < T::kSlices; ++slice)
@@ -178,8 +178,8 @@ struct QueryConsumer {
 #pragma unroll 1
     for (int32_t number = static_cast<int32_t>(blockIdx.x); number < p.items;
          number += static_cast<int32_t>(gridDim.x)) {
-      QueryItem item;
-      if (!query_item(p, number, item)) continue;
+      DqItem item;
+      if (!dq_item(p, number, item)) continue;
       const int32_t end = group ? item.end[1] : item.end[0];
       const float* ds_scale = p.chunk.scale + (group ? item.ds[1] : item.ds[0]) - p.chunk.tile_first;
       const float* k_scale =
@@ -214,7 +214,7 @@ struct QueryConsumer {
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) query_gradients_kernel(const __grid_constant__ QueryParams p) {
+__global__ void __launch_bounds__(T::kThreads, 1) query_gradients_kernel(const __grid_constant__ DqParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   const uint32_t shared = ptx::shared_address(memory);
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
@@ -229,10 +229,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) query_gradients_kernel(const _
   __syncthreads();
   if (warpgroup == 0) {
     ptx::registers_lower<40>();
-    if (thread == 0) query_copies<T>(p, shared);
+    if (thread == 0) dq_copies<T>(p, shared);
   } else {
     ptx::registers_raise<232>();
-    QueryConsumer<T> consumer{p, shared, warpgroup - 1, thread, __shfl_sync(0xffffffffu, thread / 32, 0), thread % 32};
+    DqConsumer<T> consumer{p, shared, warpgroup - 1, thread, __shfl_sync(0xffffffffu, thread / 32, 0), thread % 32};
     consumer.run();
   }
 }
