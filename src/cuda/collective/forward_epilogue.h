@@ -41,11 +41,14 @@ __device__ __forceinline__ void store_rows(const Shape& shape, const ForwardOutp
   const Sequences& s = shape.sequences;
   const int64_t vector = row_vector(s, shape.q_heads, item.sequence, item.head, item.view.q_first);
   const int64_t padded = (static_cast<int64_t>(item.head) * s.q_blocks + item.view.q_block0 + item.block) * kBlockRows;
+  float sums[2], roundeds[2];  // of all lanes of a row, in units of 2^-8
+#pragma unroll
+  for (int r = 0; r < 2; ++r) sums[r] = row_sum(rows.sum[r]), roundeds[r] = row_sum(rows.rounded[r]);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float reference = numerics::final_reference(rows.reference[r]);
     const float unit = reference == reference ? 1.0f : reference;
-    const float sum = row_sum(rows.sum[r]) * unit, rounded = row_sum(rows.rounded[r]) * unit;  // of 2^-8
+    const float sum = sums[r] * unit, rounded = roundeds[r] * unit;
     const int32_t in_block = thread.row + 8 * r, row = item.block * kBlockRows + in_block;
     if (row >= item.view.q_rows) continue;
     const float inverse = rounded == 0.0f ? 0.0f : __frcp_rn(rounded);  // a row without keys is zero
@@ -70,6 +73,7 @@ __device__ __forceinline__ void store_rows(const Shape& shape, const ForwardOutp
       output.lse[at] = lse;
     }
   }
+  __syncwarp();  // products want whole warps
 }
 
 }  // namespace dmattn::cuda

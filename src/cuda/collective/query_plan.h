@@ -21,7 +21,9 @@ struct QueryTraits {
   static constexpr int kStages = 4;
   static constexpr int kBlocks = kDim == 256 && kOperands == 2 ? 1 : 2;  // items whose queries are held; 227 KB at most
   static constexpr int kThreads = 384, kProducerWarps = 4, kConsumerWarps = 8;
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 240;
+  // Registers can only change hands within what the CTA was launched with: 168 a thread.
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
 };
 
 // Factors of a stage's tile.

@@ -37,18 +37,21 @@ struct DeltaParams {
 __device__ __forceinline__ void store_rows(const DeltaParams& p, const QueryItem& item, const ConsumerThread& thread,
                                            int64_t padded, const DeltaRows& rows) {
   const int64_t vector = row_vector(p.shape.sequences, p.shape.q_heads, item.sequence, item.head, item.view.q_first);
+  float weighted[2], total[2];  // of all lanes of a row
+#pragma unroll
+  for (int r = 0; r < 2; ++r) weighted[r] = row_sum(rows.weighted[r]), total[r] = row_sum(rows.total[r]);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float weighted = row_sum(rows.weighted[r]), total = row_sum(rows.total[r]);
     if (thread.column != 0) continue;
-    const bool dead = total == 0.0f || rows.shift[r] == numerics::negative_infinity();
-    const float delta = dead ? 0.0f : __fdiv_rn(weighted, total);
+    const bool dead = total[r] == 0.0f || rows.shift[r] == numerics::negative_infinity();
+    const float delta = dead ? 0.0f : __fdiv_rn(weighted[r], total[r]);
     p.delta[padded + 8 * r] = delta;
     const int32_t row = item.block * kBlockRows + thread.row + 8 * r;
     if (p.delta_out == nullptr || row >= item.view.q_rows) continue;
     const float weight = p.weight[padded + 8 * r];
     p.delta_out[vector + row] = weight == 0.0f ? 0.0f : __fdiv_rn(delta, weight);
   }
+  __syncwarp();  // products want whole warps
 }
 
 template <class T>
