@@ -1,8 +1,9 @@
 """FP8 attention for training that keeps the gradient's invariant: every row of dS sums to zero.
 
 ``dm_attn_func`` and ``dm_attn_varlen_func`` are attention on Torch tensors; ``probe`` measures what FP8 does to a
-layer, on Torch tensors or NumPy arrays; ``version`` and ``numerics_version`` describe the shared library. Without
-Torch the last three work and the first two say that it is missing.
+layer, on Torch tensors or NumPy arrays; ``version`` and ``numerics_version`` describe the shared library;
+``set_workspace_cap`` limits what the backward holds on a GPU. Without Torch the attention functions say that it is
+missing, and the others work.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._library import device_available, numerics_version, version
 from ._probe import probe
+from ._workspace import set_workspace_cap, workspace_cap
 
 __all__ = [
     "device_available",
@@ -18,7 +20,9 @@ __all__ = [
     "dm_attn_varlen_func",
     "numerics_version",
     "probe",
+    "set_workspace_cap",
     "version",
+    "workspace_cap",
 ]
 
 _NEED_TORCH = ("dm_attn_func", "dm_attn_varlen_func")

@@ -6,6 +6,7 @@ expected and what came.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -50,9 +51,10 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def _check_offsets_form(name: str, offsets: Tensor, device: torch.device) -> None:
-    # One meta tensor among the arguments sends a call to the fake kernel, whose outputs nobody has written.
-    if offsets.device.type != "cpu" and not (offsets.is_meta and device.type == "meta"):
-        raise RuntimeError(f"{name} is on {offsets.device}: expected a cpu tensor")
+    # A meta tensor sends a call to the fake kernel, whose outputs nobody has written: never one among real ones.
+    if offsets.device.type != "cpu" and offsets.device != device:
+        expected = "a cpu tensor" if device.type == "cpu" else f"a tensor on {device}, as q, or on the cpu"
+        raise RuntimeError(f"{name} is on {offsets.device}: expected {expected}")
     if offsets.dtype != torch.int32:
         raise TypeError(f"{name}: expected torch.int32, got {offsets.dtype}")
     if offsets.dim() != 1 or offsets.shape[0] < 1:
@@ -144,17 +146,50 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
     return softmax_scale
 
 
-def check_device(device: torch.device) -> None:
-    """Errors: RuntimeError that names the device and what is supported."""
-    if device.type != "cpu":
-        raise RuntimeError(f"device {device} is not supported: this version of delta_matching runs on cpu tensors")
+_SUPPORTED = (
+    "this version of delta_matching runs on cpu tensors and on CUDA GPUs of compute capability 9.0 (Hopper: H100, H200)"
+)
 
 
-def check_offsets(name: str, offsets: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
-    """Check the values of cu_seqlens, which only the real kernel can see.
+@functools.cache
+def _gpu_fault(index: int) -> str | None:
+    """Why GPU ``index`` will not do, None if it will. Asked once: a process's GPUs do not change."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "Torch finds no CUDA GPU here"
+    if index >= torch.cuda.device_count():
+        return f"Torch finds {torch.cuda.device_count()} of them here"
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) != (9, 0):
+        return f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}"
+    if not _library.device_available("cuda"):
+        return "the shared library was built without CUDA, or its runtime finds no GPU"
+    return None
 
-    Errors: ValueError unless they start at 0, never fall, end at or below ``total`` and no sequence is longer than
-    ``max_seqlen``.
+
+def check_device(device: torch.device, numerics: str) -> None:
+    """Errors: RuntimeError that names the device and what is supported, or numerics that the device does not offer."""
+    if device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise RuntimeError(f"device {device} is not supported: {_SUPPORTED}")
+    fault = _gpu_fault(0 if device.index is None else device.index)
+    if fault is not None:
+        raise RuntimeError(f"device {device} is not supported: {fault}; {_SUPPORTED}")
+    if numerics == "paper":
+        raise RuntimeError(f"numerics: expected hopper on {device}, got paper (it runs on cpu tensors alone)")
+
+
+class OffsetFacts(NamedTuple):
+    """What the values of cu_seqlens amount to: the last offset and the length of the longest sequence."""
+
+    end: int
+    longest: int
+
+
+def offset_facts(name: str, offsets: Tensor) -> OffsetFacts:
+    """Read the values of cu_seqlens, which only the real kernel can see; on a GPU this waits for the device.
+
+    Errors: ValueError unless they start at 0 and never fall.
     """
     values = offsets.tolist()
     if values[0] != 0:
@@ -168,7 +203,12 @@ def check_offsets(name: str, offsets: Tensor, total: int, max_name: str, max_seq
                 f"at index {index}"
             )
         longest = max(longest, length)
-    if values[-1] > total:
-        raise ValueError(f"{name}: expected a last offset of at most the {total} rows given, got {values[-1]}")
-    if longest > max_seqlen:
-        raise ValueError(f"{max_name}: expected at least the longest sequence, {longest}, got {max_seqlen}")
+    return OffsetFacts(values[-1], longest)
+
+
+def check_offsets(name: str, facts: OffsetFacts, total: int, max_name: str, max_seqlen: int) -> None:
+    """Errors: ValueError unless cu_seqlens end at or below ``total`` and no sequence is longer than ``max_seqlen``."""
+    if facts.end > total:
+        raise ValueError(f"{name}: expected a last offset of at most the {total} rows given, got {facts.end}")
+    if facts.longest > max_seqlen:
+        raise ValueError(f"{max_name}: expected at least the longest sequence, {facts.longest}, got {max_seqlen}")

@@ -22,11 +22,12 @@ CENTRES: Final = {"none": 1, "k": 2, "qk": 3}
 CENTRE_DEFAULT: Final = 0
 ACCUMULATORS: Final = {"tensor_core": 0, "fp32": 1}
 DEVICES: Final = {"cpu": 0, "cuda": 1}
+OPERANDS: Final = {"q": 0, "k": 1, "v": 2, "d_o": 3, "q_scores": 4}
 
 #: Environment variable that names a library to use in place of the packaged one.
 LIBRARY_VARIABLE: Final = "DELTA_MATCHING_LIBRARY"
 
-_STATUS_ERRORS: Final = {1: ValueError, 2: RuntimeError, 3: MemoryError, 4: RuntimeError}
+_STATUS_ERRORS: Final = {1: ValueError, 2: RuntimeError, 3: MemoryError, 4: RuntimeError, 5: RuntimeError}
 
 
 class TensorArg(ctypes.Structure):
@@ -70,6 +71,9 @@ class Problem(_Sized):
         ("threads", ctypes.c_int32),
         ("cu_seqlens_q", ctypes.c_void_p),
         ("cu_seqlens_k", ctypes.c_void_p),
+        ("max_q_len", ctypes.c_int64),
+        ("max_k_len", ctypes.c_int64),
+        ("workspace_cap", ctypes.c_size_t),
     ]
 
 
@@ -112,6 +116,22 @@ class BackwardArgs(_Sized):
         ("dq", TensorArg),
         ("dk", TensorArg),
         ("dv", TensorArg),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_size_t),
+    ]
+
+
+class QuantiseArgs(_Sized):
+    """dmattn_quantise_args: ``k`` for the operand "q_scores" alone."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("operand", ctypes.c_int32),
+        ("x", TensorArg),
+        ("codes", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("mean", ctypes.c_void_p),
+        ("k", TensorArg),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_size_t),
     ]
@@ -201,8 +221,8 @@ def library() -> ctypes.CDLL:
 def call(function: str, problem: Problem, *args: object) -> None:
     """Call ``dmattn_<function>`` and turn its status into an exception.
 
-    Errors: ValueError (a value out of its domain), RuntimeError (not offered here, or a fault of the library),
-    MemoryError; the text is the library's own line, which names the argument.
+    Errors: ValueError (a value out of its domain), RuntimeError (not offered here, refused by the CUDA runtime, or a
+    fault of the library), MemoryError; the text is the library's own line, which names the argument.
     """
     loaded = library()
     status = getattr(loaded, f"dmattn_{function}")(ctypes.byref(problem), *args)
@@ -210,6 +230,13 @@ def call(function: str, problem: Problem, *args: object) -> None:
         # The message is the calling thread's own, and no other call of this thread can come between.
         text = loaded.dmattn_last_error().decode("utf-8", "replace")
         raise _STATUS_ERRORS.get(status, RuntimeError)(text or f"dmattn_{function} failed with status {status}")
+
+
+def workspace_size(problem: Problem) -> tuple[int, int]:
+    """Device bytes that the forward and the backward of ``problem`` need; 0 on the CPU. Errors: as :func:`call`."""
+    forward, backward = ctypes.c_size_t(), ctypes.c_size_t()
+    call("workspace_size", problem, ctypes.byref(forward), ctypes.byref(backward))
+    return forward.value, backward.value
 
 
 def version() -> str:

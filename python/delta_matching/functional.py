@@ -168,13 +168,19 @@ def dm_attn_func(
         causal: query i sees key j if ``j <= i + k_len - q_len`` (aligned bottom-right).
         mode: where the backward takes ``delta`` from: "matched", "onepass", "consistent" or "stale" (docs/method.md).
         softmax_scale: finite and > 0; None means ``1 / sqrt(head_dim)``.
-        numerics: "hopper" (head_dim 64, 128 or 256) or "paper" (CPU only, any head_dim).
+        numerics: "hopper" (head_dim 64, 128 or 256) or "paper" (CPU tensors alone, any head_dim).
         centre: what is subtracted before S is quantised: "none", "k", "qk"; None means "qk" in hopper, "k" in paper.
         return_lse: also return the log-sum-exp of each row.
 
     Returns:
         ``o`` BF16 in q's shape, contiguous; with ``return_lse`` also ``lse`` FP32 ``[batch, q_heads, q_len]``, natural
         logarithm. A row without keys has o = 0, lse = -inf and gradients of zero. lse is not differentiable.
+
+    Device:
+        q, k and v on one device: the CPU, or a GPU of compute capability 9.0. There the call queues its kernels on the
+        tensors' current stream without waiting for them, takes its workspace from Torch's allocator
+        (:func:`delta_matching.set_workspace_cap` limits the backward's), can be captured into a CUDA graph, and gives
+        the same bits in every run. They differ from the CPU's within the limits of docs/numerics.md, section 7.
 
     Raises:
         TypeError: an input that is not a BF16 tensor (under ``torch.autocast`` FP32 and FP16 are cast), or an argument
@@ -252,10 +258,14 @@ def dm_attn_varlen_func(
     Args:
         q: BF16 ``[total_q, q_heads, head_dim]``.
         k, v: BF16 ``[total_k, kv_heads, head_dim]``.
-        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``, on the CPU: sequence b has the rows
+        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``, on the CPU or on q's device: sequence b has the rows
             ``cu_seqlens[b] ... cu_seqlens[b + 1] - 1``. They start at 0 and never fall. Rows past the last offset are
-            padding: they are never read, and have o = 0, lse = -inf and gradients of zero.
-        max_seqlen_q, max_seqlen_k: at least the longest sequence, in rows.
+            padding: they are never read, and have o = 0, lse = -inf and gradients of zero. On a GPU the values are
+            read back once, when a tensor is first seen or has been written to since; that waits for the device. While
+            a CUDA graph is captured they are not checked, must lie on the device, and may be changed before a replay
+            as long as they keep to ``max_seqlen_q`` and ``max_seqlen_k``.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence, in rows. On a GPU they bound the workspace and the
+            work, so keep them close.
         causal: as in :func:`dm_attn_func`, within each sequence.
         mode, softmax_scale, numerics, centre, return_lse: as in :func:`dm_attn_func`.
 

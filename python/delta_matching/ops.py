@@ -1,8 +1,9 @@
 """Torch operators ``delta_matching::forward`` and ``delta_matching::backward`` (torch.library).
 
 Both are functional: they read their inputs and return new, contiguous tensors, so they trace, checkpoint and replay
-without side effects. The real kernels run the shared library on CPU tensors; the fake kernels allocate through the
-same functions as the real ones, so sizes, dtypes and strides cannot drift apart. Inductor's cache on disk does not see
+without side effects. The real kernels run the shared library on CPU tensors, or queue its kernels on the current stream
+of the tensors' GPU; the fake kernels allocate through the same functions as the real ones, so sizes, dtypes and strides
+cannot drift apart. Inductor's cache on disk does not see
 a fake kernel: a change of an output's shape needs another operator name. Users call :mod:`delta_matching.functional`.
 
 Layout, BF16: q, o, d_o, dq ``[batch, q_len, q_heads, head_dim]`` and k, v, dk, dv ``[batch, k_len, kv_heads,
@@ -17,9 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import _checks, _library
+from . import _checks, _device, _library, _workspace
 from ._checks import Shape
+from ._device import Offsets
 
 # Kept alive for the life of the process: the operators vanish with it.
 _OPERATORS = torch.library.Library("delta_matching", "DEF")
@@ -39,15 +43,17 @@ def _argument(tensor: Tensor) -> _library.TensorArg:
 
 def _problem(
     shape: Shape,
+    device: torch.device,
     softmax_scale: float | None,
     causal: bool,
     mode: str,
     numerics: str,
     centre: str | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
+    offsets: tuple[Offsets, Offsets] | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
 ) -> _library.Problem:
-    return _library.Problem(
+    problem = _library.Problem(
         batch=shape.batch,
         q_heads=shape.q_heads,
         kv_heads=shape.kv_heads,
@@ -62,8 +68,28 @@ def _problem(
         device=_library.DEVICES["cpu"],
         # As many threads as Torch itself would use; never changes a bit.
         threads=torch.get_num_threads(),
-        cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-        cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k.data_ptr(),
+    )
+    if offsets is not None:
+        problem.cu_seqlens_q, problem.cu_seqlens_k = (side.tensor.data_ptr() for side in offsets)
+        # A bound may be generous; the library takes none above the rows given.
+        problem.max_q_len, problem.max_k_len = min(max_seqlen_q, shape.q_len), min(max_seqlen_k, shape.k_len)
+    _device.describe(problem, device, _workspace.workspace_cap())
+    return problem
+
+
+def _offsets(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    shape: Shape,
+    device: torch.device,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[Offsets, Offsets] | None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    return (
+        _device.offsets_on_device("cu_seqlens_q", cu_seqlens_q, device, shape.q_len, "max_seqlen_q", max_seqlen_q),
+        _device.offsets_on_device("cu_seqlens_k", cu_seqlens_k, device, shape.k_len, "max_seqlen_k", max_seqlen_k),
     )
 
 
@@ -84,19 +110,35 @@ def _allocate_forward(q: Tensor, shape: Shape, mode: str) -> _ForwardOutputs:
     return _ForwardOutputs(o, lse, reference, total, o_low)
 
 
+def _saved(reference: Tensor, total: Tensor, o_low: Tensor, mode: str) -> _library.Saved:
+    return _library.Saved(
+        reference=reference.data_ptr(),
+        sum=total.data_ptr(),
+        o_low=_argument(o_low) if mode == "onepass" else _library.TensorArg(),
+    )
+
+
 def _allocate_gradient(like: Tensor, needed: bool) -> Tensor:
     return like.new_empty(like.shape if needed else (0,))
 
 
-def _end(offsets: Tensor | None) -> int | None:
-    """Rows that belong to a sequence; those after them are padding."""
-    return None if offsets is None else int(offsets[-1])
+def _clear_padding(tensor: Tensor, dim: int, side: Offsets, value: float = 0.0) -> None:
+    """Fill the rows of ``tensor`` that belong to no sequence, which the library does not touch: fresh memory may hold
+    anything. To be called before the library writes, since all rows are filled where the end is not known."""
+    rows = tensor.shape[dim]
+    start = 0 if side.end is None else side.end
+    if start < rows:
+        tensor.narrow(dim, start, rows - start).fill_(value)
 
 
-def _zero_padding(tensor: Tensor, end: int | None) -> None:
-    # The library does not touch padding rows, and fresh memory may hold anything.
-    if end is not None and end < tensor.shape[0]:
-        tensor[end:].zero_()
+def _clear_forward_padding(out: _ForwardOutputs, side: Offsets) -> None:
+    _clear_padding(out.o, 0, side)
+    if out.o_low.dim() > 1:
+        _clear_padding(out.o_low, 0, side)
+    # A padding row sees no key; its statistics are never read, zero keeps them the same in every run.
+    _clear_padding(out.lse, 1, side, -torch.inf)
+    _clear_padding(out.reference, 1, side)
+    _clear_padding(out.sum, 2, side)
 
 
 def _forward(
@@ -114,32 +156,27 @@ def _forward(
     centre: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    _checks.check_device(q.device)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-        _checks.check_offsets("cu_seqlens_q", cu_seqlens_q, shape.q_len, "max_seqlen_q", max_seqlen_q)
-        _checks.check_offsets("cu_seqlens_k", cu_seqlens_k, shape.k_len, "max_seqlen_k", max_seqlen_k)
-    problem = _problem(shape, softmax_scale, causal, mode, numerics, centre, cu_seqlens_q, cu_seqlens_k)
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    out = _allocate_forward(q, shape, mode)
-    saved = _library.Saved(
-        reference=out.reference.data_ptr(),
-        sum=out.sum.data_ptr(),
-        o_low=_argument(out.o_low) if mode == "onepass" else _library.TensorArg(),
-    )
-    args = _library.ForwardArgs(
-        q=_argument(q), k=_argument(k), v=_argument(v), o=_argument(out.o), lse=out.lse.data_ptr(), saved=saved
-    )
-    _library.call("forward", problem, ctypes.byref(args))
-    end = _end(cu_seqlens_q)
-    if end is not None and end < shape.q_len:
-        out.o[end:].zero_()
-        if mode == "onepass":
-            out.o_low[end:].zero_()
-        # A padding row sees no key; its statistics are never read, zero keeps them the same in every run.
-        out.lse[:, end:].fill_(-torch.inf)
-        out.reference[:, end:].zero_()
-        out.sum[..., end:].zero_()
+    _checks.check_device(q.device, numerics)
+    with _device.current(q.device):
+        offsets = _offsets(cu_seqlens_q, cu_seqlens_k, shape, q.device, max_seqlen_q, max_seqlen_k)
+        options = (softmax_scale, causal, mode, numerics, centre)
+        problem = _problem(shape, q.device, *options, offsets, max_seqlen_q, max_seqlen_k)
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        out = _allocate_forward(q, shape, mode)
+        if offsets is not None:
+            _clear_forward_padding(out, offsets[0])
+        workspace = _device.workspace(problem, q.device, 0)
+        args = _library.ForwardArgs(
+            q=_argument(q),
+            k=_argument(k),
+            v=_argument(v),
+            o=_argument(out.o),
+            lse=out.lse.data_ptr(),
+            saved=_saved(out.reference, out.sum, out.o_low, mode),
+            workspace=workspace.pointer,
+            workspace_bytes=workspace.nbytes,
+        )
+        _library.call("forward", problem, ctypes.byref(args))
     return out.o, out.lse, out.reference, out.sum, out.o_low
 
 
@@ -159,7 +196,7 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if q.device.type != "meta":  # meta tensors ask for shapes alone
-        _checks.check_device(q.device)
+        _checks.check_device(q.device, numerics)
     _checks.check_choices(mode, numerics, centre)
     _checks.resolve_scale(softmax_scale, shape.head_dim)
     out = _allocate_forward(q, shape, mode)
@@ -185,38 +222,41 @@ def _backward(
     need_dq: bool,
     need_dk: bool,
     need_dv: bool,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     _checks.check_backward(shape, d_o, q, o, reference, sum, o_low, mode)
-    _checks.check_device(q.device)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    problem = _problem(shape, softmax_scale, causal, mode, numerics, centre, cu_seqlens_q, cu_seqlens_k)
-    # The copies must outlive the call, hence the names.
-    q, k, v, o, d_o = _rows(q), _rows(k), _rows(v), _rows(o), _rows(d_o)
-    reference, sum, o_low = reference.contiguous(), sum.contiguous(), _rows(o_low)
-    dq, dk, dv = _allocate_gradient(q, need_dq), _allocate_gradient(k, need_dk), _allocate_gradient(v, need_dv)
-    saved = _library.Saved(
-        reference=reference.data_ptr(),
-        sum=sum.data_ptr(),
-        o_low=_argument(o_low) if mode == "onepass" else _library.TensorArg(),
-    )
-    args = _library.BackwardArgs(
-        q=_argument(q),
-        k=_argument(k),
-        v=_argument(v),
-        o=_argument(o),
-        d_o=_argument(d_o),
-        saved=saved,
-        # A null pointer leaves the gradient out.
-        dq=_argument(dq) if need_dq else _library.TensorArg(),
-        dk=_argument(dk) if need_dk else _library.TensorArg(),
-        dv=_argument(dv) if need_dv else _library.TensorArg(),
-    )
-    _library.call("backward", problem, ctypes.byref(args))
-    _zero_padding(dq, _end(cu_seqlens_q))
-    for gradient in (dk, dv):
-        _zero_padding(gradient, _end(cu_seqlens_k))
+    _checks.check_device(q.device, numerics)
+    with _device.current(q.device):
+        # The forward checked the lengths, and autograd refuses tensors that were written to since.
+        offsets = _offsets(cu_seqlens_q, cu_seqlens_k, shape, q.device, None, None)
+        options = (softmax_scale, causal, mode, numerics, centre)
+        problem = _problem(shape, q.device, *options, offsets, max_seqlen_q, max_seqlen_k)
+        # The copies must outlive the call, hence the names.
+        q, k, v, o, d_o = _rows(q), _rows(k), _rows(v), _rows(o), _rows(d_o)
+        reference, sum, o_low = reference.contiguous(), sum.contiguous(), _rows(o_low)
+        dq, dk, dv = _allocate_gradient(q, need_dq), _allocate_gradient(k, need_dk), _allocate_gradient(v, need_dv)
+        if offsets is not None:
+            for gradient, side in ((dq, offsets[0]), (dk, offsets[1]), (dv, offsets[1])):
+                if gradient.dim() > 1:
+                    _clear_padding(gradient, 0, side)
+        workspace = _device.workspace(problem, q.device, 1)
+        args = _library.BackwardArgs(
+            q=_argument(q),
+            k=_argument(k),
+            v=_argument(v),
+            o=_argument(o),
+            d_o=_argument(d_o),
+            saved=_saved(reference, sum, o_low, mode),
+            # A null pointer leaves the gradient out.
+            dq=_argument(dq) if need_dq else _library.TensorArg(),
+            dk=_argument(dk) if need_dk else _library.TensorArg(),
+            dv=_argument(dv) if need_dv else _library.TensorArg(),
+            workspace=workspace.pointer,
+            workspace_bytes=workspace.nbytes,
+        )
+        _library.call("backward", problem, ctypes.byref(args))
     return dq, dk, dv
 
 
@@ -239,6 +279,8 @@ def _backward_fake(
     need_dq: bool,
     need_dk: bool,
     need_dv: bool,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     _checks.check_backward(shape, d_o, q, o, reference, sum, o_low, mode)
@@ -246,7 +288,8 @@ def _backward_fake(
 
 
 def _forward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, *ctx.options = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths = inputs[:7]
+    ctx.lengths, ctx.options = lengths, inputs[7:]
     o, lse, reference, total, o_low = output
     # Without this, autograd would hand over zeros for a missing gradient, which cannot be told from a real one.
     ctx.set_materialize_grads(False)
@@ -260,7 +303,7 @@ def _forward_backward(ctx: Any, d_o: Tensor | None, *_: None) -> tuple[Tensor | 
     if d_o is None:
         return (None, None, None, *no_gradient)
     needed = ctx.needs_input_grad[:3]
-    gradients = torch.ops.delta_matching.backward(d_o, *ctx.saved_tensors, *ctx.options, *needed)
+    gradients = torch.ops.delta_matching.backward(d_o, *ctx.saved_tensors, *ctx.options, *needed, *ctx.lengths)
     return (*(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *no_gradient)
 
 
@@ -298,7 +341,8 @@ def _lse_out_setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tens
 def _lse_out_backward(ctx: Any, d_lse: Tensor | None) -> tuple[None, Tensor | None]:
     if d_lse is None:
         return None, None
-    if not torch.compiler.is_compiling():
+    # Torch 2.11 does not call it compiling when it traces a backward.
+    if not torch.compiler.is_compiling() and not isinstance(d_lse, (FakeTensor, FunctionalTensor)):
         raise RuntimeError(_LSE_REFUSAL)
     # A traced backward sees a gradient for every output of the graph, zero where the caller asks for none. Whether one
     # was asked shows at run time only, so the check has to be an operator whose (zero) result is used.
@@ -307,6 +351,9 @@ def _lse_out_backward(ctx: Any, d_lse: Tensor | None) -> tuple[None, Tensor | No
 
 
 def _refuse_lse_gradient(d_lse: Tensor) -> Tensor:
+    if _device.capturing(d_lse.device):
+        # A graph cannot raise: where a gradient was asked, the one of o becomes NaN.
+        return torch.where(d_lse.any(), torch.nan, 0.0).to(d_lse.dtype)
     if bool(d_lse.any()):
         raise RuntimeError(_LSE_REFUSAL)
     return d_lse.new_zeros(())
@@ -324,7 +371,8 @@ _FORWARD_SCHEMA = (
 _BACKWARD_SCHEMA = (
     "backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor reference, Tensor sum, Tensor o_low, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? softmax_scale, bool causal, str mode, str numerics, "
-    "str? centre, bool need_dq, bool need_dk, bool need_dv) -> (Tensor dq, Tensor dk, Tensor dv)"
+    "str? centre, bool need_dq, bool need_dk, bool need_dv, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
