@@ -78,12 +78,14 @@ __device__ __forceinline__ void delta_tiles(const QueryItem& item, bool causal, 
     issue_tile<T>(tiles[0], queries, gradients, shared, ring);
     landed(tiles[0]);
   }
+  const int32_t pairs_end =
+      min(group.whole, group.tiles - 1);  // a tile follows each pair: no branch around its products
 #pragma unroll 1
-  for (; tile + 2 <= group.whole; tile += 2) {
+  for (; tile + 2 <= pairs_end; tile += 2) {
     issue_tile<T>(tiles[1], queries, gradients, shared, ring.next());
     process.template operator()<false>(tiles[0], tile);
     landed(tiles[1]);
-    if (tile + 2 < group.tiles) issue_tile<T>(tiles[0], queries, gradients, shared, ring.next());
+    issue_tile<T>(tiles[0], queries, gradients, shared, ring.next());
     process.template operator()<false>(tiles[1], tile + 1);
     landed(tiles[0]);
   }

@@ -167,13 +167,15 @@ __device__ __forceinline__ void forward_tiles(const QueryItem& item, bool causal
     ptx::mma_landed(s0);
   }
   if constexpr (kPipelined) {
+    const int32_t pairs_end =
+        min(group.whole, group.tiles - 1);  // a tile follows each pair: no branch around its products
     float s1[32];
 #pragma unroll 1
-    for (; tile + 2 <= group.whole; tile += 2) {
+    for (; tile + 2 <= pairs_end; tile += 2) {
       issue(s1, ring.next());
       process.template operator()<false>(s0, tile);
       ptx::mma_landed(s1);
-      if (tile + 2 < group.tiles) issue(s0, ring.next());
+      issue(s0, ring.next());
       process.template operator()<false>(s1, tile + 1);
       ptx::mma_landed(s0);
     }
