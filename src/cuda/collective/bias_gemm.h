@@ -54,7 +54,7 @@ __device__ __forceinline__ void stage_keys(BiasStage<kRows>& stage, const RowSou
   using Stage = BiasStage<kRows>;
   constexpr int kChunks = kBiasStep / kChunk, kPasses = kBlockRows * kChunks / kBiasThreads;
   const int chunk = threadIdx.x % kChunks, key0 = threadIdx.x / kChunks;
-  float mean[kChunk];
+  alignas(16) float mean[kChunk];
   *reinterpret_cast<float4*>(mean) = __ldg(reinterpret_cast<const float4*>(k_mean + first + kChunk * chunk));
   *reinterpret_cast<float4*>(mean + 4) = __ldg(reinterpret_cast<const float4*>(k_mean + first + kChunk * chunk + 4));
   const auto key_of = [&](int pass) { return key0 + pass * (kBiasThreads / kChunks); };
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_stage(const BiasStage<kRows>& stage, in
     for (int i = 0; i < kChunk; ++i) {
       const int c = first + i;
       const float* const mean = &stage.mean[c][0];
-      float mu[kRows], k[kBiasKeys];
+      alignas(16) float mu[kRows], k[kBiasKeys];
       if constexpr (kRows >= 4) {
 #pragma unroll
         for (int r = 0; r < kRows; r += 4)

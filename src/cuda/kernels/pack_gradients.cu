@@ -8,6 +8,7 @@
 // Statistics of a row belong to the first 64 threads, in padded row order. From a public lse alone, a kernel in front
 // puts references and sums where this one finds them: into gradients.shift and gradients.weight, which it overwrites.
 #include "cuda/collective/pack_cluster.h"
+#include "cuda/collective/pack_intervals.h"
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"
 #include "cuda/kernels/kernels.h"
@@ -21,67 +22,8 @@ using pack::RowCodes;
 using pack::RowOrder;
 using pack::ThreadRows;
 
-constexpr int kIntervalBlocks = 4;                 // of 128 rows
-constexpr int kClusterCtas = 2 * kIntervalBlocks;  // one an image
-constexpr int kHalves = kBlockRows / kImageRows;
-
-// Clusters of a head. An interval of sequence b whose first block is f and that starts i intervals into it has index
-// f / 4 + b + i with variable lengths: no two share one, as a sequence's last interval reaches at most 3 blocks too far.
-__host__ __device__ __forceinline__ int64_t interval_count(const Sequences& s) {
-  if (s.variable) return s.q_blocks / kIntervalBlocks + static_cast<int64_t>(s.batch);
-  return static_cast<int64_t>(s.batch) * ((s.q_blocks_max + kIntervalBlocks - 1) / kIntervalBlocks);
-}
-
-struct Interval {
-  int32_t sequence, first_block;  // block counted from the sequence's first; may be past its last
-};
-__device__ __forceinline__ Interval interval_at(const Sequences& s, int32_t index) {
-  if (!s.variable) {
-    const int32_t each = (s.q_blocks_max + kIntervalBlocks - 1) / kIntervalBlocks;
-    return {index / each, index % each * kIntervalBlocks};
-  }
-  const auto first_index = [&](int32_t b) { return s.q_block_first[b] / kIntervalBlocks + b; };
-  int32_t low = 0, high = s.batch;  // the last sequence whose first interval is at or before this one
-  while (high - low > 1) {
-    const int32_t middle = low + (high - low) / 2;
-    (first_index(middle) <= index ? low : high) = middle;
-  }
-  return {low, (index - first_index(low)) * kIntervalBlocks};
-}
-
-// One image of 64 queries of a head.
-struct GradientImage {
-  int32_t head, sequence, kv_head;
-  int32_t first, rows;  // first query within the sequence; queries from there on (may be below 1)
-  int32_t peers;        // CTAs of the cluster that have an image, this one among them; below 1 for none
-  int32_t rank;         // of this CTA
-  int64_t block;        // padded block over all heads
-  SequenceView view;
-  __device__ int half() const { return rank % kHalves; }
-  __device__ int64_t image() const { return block * kHalves + half(); }
-};
-
-__device__ __forceinline__ GradientImage gradient_image(const Shape& shape) {
-  const Sequences& s = shape.sequences;
-  GradientImage out;
-  const uint32_t cluster = blockIdx.x / kClusterCtas, intervals = static_cast<uint32_t>(interval_count(s));
-  out.rank = static_cast<int32_t>(blockIdx.x % kClusterCtas);
-  out.head = static_cast<int32_t>(cluster / intervals);
-  out.kv_head = out.head / (shape.q_heads / shape.kv_heads);
-  const Interval interval = interval_at(s, static_cast<int32_t>(cluster % intervals));
-  out.sequence = interval.sequence;
-  out.view = sequence_view(s, interval.sequence);
-  const int32_t blocks = (out.view.q_rows + kBlockRows - 1) / kBlockRows;
-  out.peers = kHalves * min(blocks - interval.first_block, kIntervalBlocks);
-  const int32_t local = interval.first_block + out.rank / kHalves;
-  out.first = local * kBlockRows + out.half() * kImageRows;
-  out.rows = out.view.q_rows - out.first;
-  out.block = static_cast<int64_t>(out.head) * s.q_blocks + out.view.q_block0 + local;
-  return out;
-}
-
 template <int kDim>
-__device__ __forceinline__ void load_image(const TensorView& x, const Sequences& s, const GradientImage& at,
+__device__ __forceinline__ void load_image(const TensorView& x, const Sequences& s, const pack::GradientImage& at,
                                            const ThreadRows<kDim>& me, Chunk (&rows)[pack::kThreadRows]) {
   pack::load_rows(pack::row_source(x, s, at.sequence, at.view.q_first, at.first, at.head, at.rows), me, rows);
 }
@@ -92,7 +34,7 @@ template <int kDim>
 __global__ void __launch_bounds__(2 * kDim)
     rows_from_lse(Shape shape, GradientInput input, KeyCodes keys, GradientCodes codes) {
   const Sequences& s = shape.sequences;
-  const GradientImage at = gradient_image(shape);
+  const pack::GradientImage at = pack::gradient_image(shape);
   if (at.rank >= at.peers) return;
   const ThreadRows<kDim> me(threadIdx.x);
   __shared__ float dot[kImageRows];
@@ -134,8 +76,9 @@ struct RowStatistics {
 };
 
 // Threads 0 ... 63: references, weights, and delta' where the caller gave delta.
-__device__ __forceinline__ void row_statistics(const Shape& shape, const GradientInput& input, const GradientImage& at,
-                                               const GradientCodes& codes, RowStatistics& shared) {
+__device__ __forceinline__ void row_statistics(const Shape& shape, const GradientInput& input,
+                                               const pack::GradientImage& at, const GradientCodes& codes,
+                                               RowStatistics& shared) {
   const int row = threadIdx.x;
   const int64_t padded = at.image() * kImageRows + row;
   const int64_t own =
@@ -173,20 +116,20 @@ __device__ __forceinline__ float row_dot(A a, B b) {
 }
 
 template <int kDim>
-__global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
+__global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
     gradient_codes(Shape shape, GradientInput input, GradientCodes codes) {
   using Threads = ThreadRows<kDim>;
   using Stage = pack::TransposedStage<kDim>;
   constexpr int64_t kImageBytes = kImageRows * kDim;
   enum { kD, kDv, kQ, kOperands };
   const Sequences& s = shape.sequences;
-  const GradientImage at = gradient_image(shape);
+  const pack::GradientImage at = pack::gradient_image(shape);
   if (at.rank >= at.peers) return;
   const Threads me(threadIdx.x);
   __shared__ __align__(16) uint8_t stage[2][Stage::kBytes];
   __shared__ RowStatistics rows;
   __shared__ uint32_t scratch[kOperands][Threads::kWarps];
-  __shared__ uint32_t peer_amax[kOperands][kClusterCtas];  // written by the peers
+  __shared__ uint32_t peer_amax[kOperands][pack::kClusterCtas];  // written by the peers
 
   pack::cluster_arrive();  // this CTA has started
   Chunk d_o[pack::kThreadRows], q[pack::kThreadRows], o[pack::kThreadRows] = {};
@@ -283,7 +226,7 @@ __global__ void __cluster_dims__(kClusterCtas, 1, 1) __launch_bounds__(2 * kDim,
 template <int kDim>
 cudaError_t launch_with(const Launch& launch, const Shape& shape, const GradientInput& input, const KeyCodes& keys,
                         const GradientCodes& codes) {
-  const int64_t ctas = interval_count(shape.sequences) * shape.q_heads * kClusterCtas;
+  const int64_t ctas = pack::interval_count(shape.sequences) * shape.q_heads * pack::kClusterCtas;
   if (ctas == 0 || shape.sequences.q_blocks == 0) return cudaSuccess;
   if (!pack::fits_grid(ctas)) return cudaErrorInvalidConfiguration;
   const auto grid = static_cast<uint32_t>(ctas);

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(2 * kDim) key_codes(Shape shape, TensorView k,
   Chunk k_raw[pack::kThreadRows], v_raw[pack::kThreadRows] = {};
   pack::load_rows(pack::row_source(k, s, at.owner, at.view.k_first, at.first, at.head, at.rows), me, k_raw);
   if (with_v) pack::load_rows(pack::row_source(v, s, at.owner, at.view.k_first, at.first, at.head, at.rows), me, v_raw);
-  float mean[pack::kChunk];
+  alignas(16) float mean[pack::kChunk];
   const float4* const means = reinterpret_cast<const float4*>(
       codes.k_mean + (static_cast<int64_t>(at.head) * s.batch + at.owner) * kDim + pack::kChunk * me.chunk);
   *reinterpret_cast<float4*>(mean) = __ldg(means);

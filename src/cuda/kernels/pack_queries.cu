@@ -6,11 +6,11 @@
 // covers every key, seen or not, as the guard asks for all of the sequence. query_codes: a CTA of 2 D threads per block
 // of 128 rows and query head (collective/pack_rows.h); a thread has four rows of either image.
 #include "cuda/collective/bias_gemm.h"
+#include "cuda/collective/bias_guard.h"
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"
 #include "cuda/kernels/kernels.h"
 #include "numerics/bf16.h"
-#include "numerics/bias.h"
 #include "numerics/scale.h"
 
 namespace dmattn::cuda {
@@ -153,38 +153,6 @@ __global__ void __launch_bounds__(pack::kBiasThreads, 4)
   }
 }
 
-// Largest |bias| / (k_scale * capacity) over the sequence's keys, in every thread; NaN if a bias is not finite. One
-// division an image is enough: dividing by the same number keeps the order.
-template <int kWarps>
-__device__ __forceinline__ double bias_need(const float* amax, const float* k_scale, int32_t images,
-                                            unsigned long long (&scratch)[kWarps]) {
-  unsigned long long most = 0;  // bits of non-negative doubles order like the numbers, NaN on top
-  for (int32_t i = threadIdx.x; i < images; i += kWarps * 32) {
-    const double scale = k_scale[i];
-    const double need = __ddiv_rn(static_cast<double>(amax[i]), __dmul_rn(scale, numerics::kBiasCapacity));
-    if (scale > 0) most = max(most, static_cast<unsigned long long>(__double_as_longlong(need)));
-  }
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) most = max(most, __shfl_xor_sync(pack::kAllLanes, most, lane));
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
-  __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) most = max(most, scratch[warp]);
-  return __longlong_as_double(static_cast<long long>(most));
-}
-
-// Scale of one 128-row block of centred q. An all-zero block still has to carry its bias, hence the floor.
-__device__ __forceinline__ numerics::BlockScale centred_scale(float amax, double need) {
-  const auto scale = numerics::block_scale(amax < numerics::kAmaxFloor ? numerics::kAmaxFloor : amax);
-  if (need != need) return {numerics::quiet_nan(), numerics::quiet_nan()};
-  if (scale.scale != scale.scale) return scale;
-  const int exponent = numerics::bias_guard_exponent(need, scale.scale);  // at most 300
-  const double up = __longlong_as_double(static_cast<long long>(1023 + exponent) << 52);
-  const double down = __longlong_as_double(static_cast<long long>(1023 - exponent) << 52);
-  // Exact in FP64, so one rounding in all, as ldexp has.
-  return {__double2float_rn(__dmul_rn(scale.scale, up)), __double2float_rn(__dmul_rn(scale.inverse, down))};
-}
-
 template <int kDim>
 __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
     query_codes(Shape shape, TensorView q, KeyCodes keys, QueryCodes codes) {
@@ -206,7 +174,7 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
                     x[half]);
   }
   const bool centred = shape.mean_blocks_max > 0;
-  float mu[pack::kChunk] = {};
+  alignas(16) float mu[pack::kChunk] = {};
   double need = 0;
   if (centred) {
     const int32_t block = min(at.local / mean_span(at.view), shape.mean_blocks_max - 1);
@@ -214,10 +182,10 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
     *reinterpret_cast<float4*>(mu) = *reinterpret_cast<const float4*>(mean);
     *reinterpret_cast<float4*>(mu + 4) = *reinterpret_cast<const float4*>(mean + 4);
     const int64_t line = static_cast<int64_t>(at.head) * shape.mean_blocks_max + block;
-    need =
-        bias_need<Threads::kWarps>(codes.bias_amax + (line * s.k_blocks + at.view.k_block0) * 2,
-                                   keys.k_scale + (static_cast<int64_t>(kv_head) * s.k_blocks + at.view.k_block0) * 2,
-                                   (at.view.k_rows + kImageRows - 1) / kImageRows, need_scratch);
+    need = pack::bias_need<Threads::kWarps>(
+        codes.bias_amax + (line * s.k_blocks + at.view.k_block0) * 2,
+        keys.k_scale + (static_cast<int64_t>(kv_head) * s.k_blocks + at.view.k_block0) * 2,
+        (at.view.k_rows + kImageRows - 1) / kImageRows, need_scratch);
   }
   const auto exists = [&](int half, int i) { return half * kImageRows + me.row(i) < at.rows; };
   const auto value = [&](int half, int i, int c) { return __fsub_rn(pack::channel(x[half][i], c), mu[c]); };
@@ -233,7 +201,7 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
     }
   pack::block_amax<Threads::kWarps>(amax, scratch);
   const float most = __uint_as_float(amax[0]);
-  const numerics::BlockScale scale = centred ? centred_scale(most, need) : numerics::block_scale(most);
+  const numerics::BlockScale scale = centred ? pack::centred_scale(most, need) : numerics::block_scale(most);
   if (threadIdx.x == 0) codes.q_scale[at.at] = scale.scale;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
@@ -247,7 +215,7 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
   if (!codes.mean_dot) return;
   const float* const k_mean =
       keys.k_mean + (static_cast<int64_t>(kv_head) * s.batch + at.owner) * kDim + pack::kChunk * me.chunk;
-  float mean[pack::kChunk];
+  alignas(16) float mean[pack::kChunk];
   *reinterpret_cast<float4*>(mean) = __ldg(reinterpret_cast<const float4*>(k_mean));
   *reinterpret_cast<float4*>(mean + 4) = __ldg(reinterpret_cast<const float4*>(k_mean + 4));
 #pragma unroll
