@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .arithmetic import F32, LN2, LOG2E, ascending_sum, dot, e4m3, exp2, fma, from_bf16, ieee, power_of_two, to_bf16
-from .quantise import AMAX_FLOOR, K_ROWS, Q_ROWS, bias_weights, operands, quantise
+from .quantise import AMAX_FLOOR, FLUSH_ROWS, K_ROWS, Q_ROWS, bias_weights, operands, quantise
 from .tensor_core import product
 
-TILE = 64
+TILE, EXPONENT_KEYS = 64, 16
 SHIFT = F32(8)  # codes hold 2^8 p
 
 
@@ -44,9 +44,10 @@ def scores(ops, softmax_scale, causal):
 
 
 def probabilities(acc, factor, visible, reference):
-    """(2^8 p, its codes) with p relative to `reference`, an integer per row."""
+    """(2^8 p, its codes) with p relative to `reference`, an integer per row, or per row and key."""
     reference = np.where(np.isneginf(reference), F32(0), reference)  # sees nothing: any will do
-    p = exp2(fma(acc, factor, (SHIFT - reference)[:, None]))
+    reference = reference[:, None] if reference.ndim == 1 else reference
+    p = exp2(fma(acc, factor, SHIFT - reference))
     p = np.where(visible, p, F32(0))
     return p, e4m3(p)
 
@@ -119,39 +120,46 @@ def row_statistics(reference, sums, mode):
 
 class Backward(NamedTuple):
     dq: np.ndarray  # FP32, not yet multiplied by softmax_scale
-    dk: np.ndarray
+    dk: np.ndarray  # likewise
     dv: np.ndarray
     delta: np.ndarray  # true delta
     delta_size: np.ndarray  # matched: sum P |dP| / sum P, what the order of its sums acts on; else 0
 
 
-class Tile(NamedTuple):
-    rows: slice
-    keys: slice
-    p: np.ndarray  # P~ that dS uses
-    codes: np.ndarray  # of P~
-    exponent: np.float32
+class Inputs(NamedTuple):
+    """What the backward of one head reads."""
+
+    s: Scores
+    stats: RowStatistics
+    d_hat: object  # Quantised, of dP
+    d_dv: object  # of dV
+    k: object
+    v: object
+    qt: object
+    onepass: bool
+
+
+class Block(NamedTuple):
+    """A tile, or all of a head, as far as P and dP go."""
+
+    acc: np.ndarray
+    factor: np.ndarray
+    visible: np.ndarray  # and of a row that has keys at all
+    c: np.ndarray  # [rows]
     t: np.ndarray  # tensor-core product of the codes of dO and V
     dp_scale: np.float32
 
 
-def tiles(s, stats, d_hat, v8, mode):
-    """Tiles in order of queries, then keys; those where no row sees a key are left out."""
-    queries, keys = s.acc.shape
-    for row in range(0, queries, TILE):
-        rows = slice(row, min(row + TILE, queries))
-        for key in range(0, keys, TILE):
-            span = slice(key, min(key + TILE, keys))
-            acc, factor, visible, b = s.group(rows, span)
-            visible = visible & (stats.w[rows] != 0)[:, None]
-            if not visible.any():
-                continue
-            c = stats.c[rows]
-            e = F32(np.max(np.where(visible.any(axis=1), b - c, -np.inf)))
-            p, codes = probabilities(acc, factor, visible, c + e)
-            p = (codes if mode == "onepass" else p) * power_of_two(e - SHIFT)
-            t = product(d_hat.codes[rows], v8.codes[span])
-            yield Tile(rows, span, p, codes, e, t, d_hat.scale[row // Q_ROWS] * v8.scale[key // K_ROWS])
+def block(ops, rows, keys):
+    acc, factor, visible = (x[rows, keys] for x in ops.s)
+    visible = visible & (ops.stats.w[rows] != 0)[:, None]
+    t = product(ops.d_hat.codes[rows], ops.v.codes[keys])
+    dp_scale = ops.d_hat.scale[rows.start // FLUSH_ROWS] * ops.v.scale[keys.start // K_ROWS]
+    return Block(acc, factor, visible, ops.stats.c[rows], t, dp_scale)
+
+
+def spans(start, end, step):
+    return [slice(at, min(at + step, end)) for at in range(start, end, step)]
 
 
 def shortcut_delta(mode, d, d_hat, o, o_low):
@@ -159,70 +167,150 @@ def shortcut_delta(mode, d, d_hat, o, o_low):
     high = from_bf16(o)
     if mode == "stale":
         return dot(d, high)
-    scale = np.repeat(d_hat.scale, Q_ROWS)[: d.shape[0]]
+    scale = np.repeat(d_hat.scale, FLUSH_ROWS)[: d.shape[0]]
     return scale * dot(d_hat.codes, high + from_bf16(o_low) if mode == "onepass" else high)
 
 
-def matched_delta(rows, tile_list):
+def matched_delta(ops):
     """delta' of matched, and the same with |dP'|. The order of these sums is not part of the contract: FP64, rounded
     once."""
-    above, size, below = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-    for tile in tile_list:
-        p, dp = tile.p.astype(np.float64), tile.t * tile.dp_scale
-        above[tile.rows] += (p * dp).sum(axis=1)
-        size[tile.rows] += (p * np.abs(dp)).sum(axis=1)
-        below[tile.rows] += p.sum(axis=1)
+    queries, keys = ops.s.acc.shape
+    above, size, below = np.zeros(queries), np.zeros(queries), np.zeros(queries)
+    for rows in spans(0, queries, TILE):
+        for span in spans(0, keys, TILE):
+            tile = block(ops, rows, span)
+            p = probabilities(tile.acc, tile.factor, tile.visible, tile.c)[0].astype(np.float64)
+            dp = np.where(tile.visible, tile.t * tile.dp_scale, F32(0))
+            above[rows] += (p * dp).sum(axis=1)
+            size[rows] += (p * np.abs(dp)).sum(axis=1)
+            below[rows] += p.sum(axis=1)
     below = np.where(below == 0, 1, below)
     return (above / below).astype(F32), size / below
 
 
-def cast_tile(ds):
-    """(codes, scale): a power of two brings the largest magnitude into [128, 256)."""
-    amax = np.abs(ds).max()
-    if not np.isfinite(amax):
-        return np.full(ds.shape, np.nan, F32), F32(np.nan)
-    if amax == 0:
-        return np.zeros(ds.shape, F32), F32(0)
-    exponent = int(np.frexp(max(amax, AMAX_FLOOR))[1]) - 8
-    return e4m3(np.ldexp(ds, -exponent)), F32(np.ldexp(1.0, exponent))
+def exponent_of(amax):
+    """The exponent that brings amax into [128, 256)."""
+    return F32(int(np.frexp(max(amax, AMAX_FLOOR))[1]) - 8)
+
+
+class KeyTile:
+    """64 keys over an interval of queries: the exponents of their codes and what the tensor core holds."""
+
+    def __init__(self, ops, keys):
+        self.ops, self.keys = ops, keys
+        count, channels = ops.v.codes[keys].shape
+        self.group = np.arange(count) // EXPONENT_KEYS  # of each key
+        self.e = np.full(self.group[-1] + 1, -np.inf, F32)  # of P, by group; -infinity: unset
+        self.g = F32(-np.inf)  # of dS
+        self.dv, self.dk = np.zeros((count, channels), F32), np.zeros((count, channels), F32)
+        self.p_nan = self.ds_nan = False
+
+    def by_group(self, x):
+        """Largest of each group of keys; NaN takes no part."""
+        largest = np.where(np.isnan(x), -np.inf, x).max(axis=0)
+        return np.array([largest[self.group == w].max() for w in range(len(self.e))], F32)
+
+    def probabilities(self, tile):
+        own = np.where(tile.visible, np.ceil(tile.acc * tile.factor) - tile.c[:, None], F32(-np.inf))
+        own = self.by_group(own)
+        before = self.e
+        self.e = np.where(np.isneginf(before), own, before)
+        for _ in range(2):
+            p, codes = probabilities(tile.acc, tile.factor, tile.visible, tile.c[:, None] + self.e[self.group])
+            full = self.by_group(codes) == 448
+            raised = np.where(full, np.maximum(self.e, own), self.e)
+            if (raised == self.e).all():
+                break
+            self.e = raised
+        self.dv *= power_of_two(np.where(before == self.e, F32(0), before - self.e))[self.group, None]
+        return p, codes
+
+    def cast(self, ds):
+        """(codes, scale) of dS, and dK's accumulator brought to that scale."""
+        amax = np.abs(ds).max()
+        if not np.isfinite(amax):
+            self.ds_nan = True
+            return None, F32(np.nan)
+        before = self.g
+        if amax > 0:
+            if np.isneginf(before):
+                self.g = exponent_of(amax)
+            elif (np.abs(e4m3(np.ldexp(ds, -int(before)))) == 448).any():
+                self.g = max(before, exponent_of(amax))
+        if np.isneginf(self.g):
+            return np.zeros(ds.shape, F32), F32(0)
+        self.dk *= power_of_two(before - self.g)
+        return e4m3(np.ldexp(ds, -int(self.g))), power_of_two(self.g)
+
+    def add(self, rows, delta_prime):
+        """One tile of queries; returns what it adds to dQ: (product, factor)."""
+        ops = self.ops
+        tile = block(ops, rows, self.keys)
+        if not tile.visible.any():
+            return None
+        p, codes = self.probabilities(tile)
+        p_tilde = (codes if ops.onepass else p) * power_of_two(self.e - SHIFT)[self.group]
+        self.p_nan = self.p_nan or np.isnan(p).any()
+        if not self.p_nan:
+            self.dv = product(pad(codes.T), pad(ops.d_dv.codes[rows].T), start=self.dv)
+        ds = p_tilde * fma(tile.t, tile.dp_scale, -delta_prime[rows][:, None])
+        ds_codes, scale = self.cast(np.where(tile.visible, ds, F32(0)))
+        if ds_codes is None:
+            return np.zeros((len(ds), self.dk.shape[1]), F32), scale
+        self.dk = product(pad(ds_codes.T), pad(ops.qt.codes[rows].T), start=self.dk)
+        return product(pad(ds_codes), pad(ops.k.codes[self.keys].T)), scale * ops.k.scale[self.keys.start // K_ROWS]
+
+    def flush(self, interval, dk, dv):
+        """FP32 takes the sums."""
+        ops, keys = self.ops, self.keys
+        if self.ds_nan:
+            dk[keys] = np.nan
+        elif not np.isneginf(self.g):
+            dk[keys] = dk[keys] + self.dk * (power_of_two(self.g) * ops.qt.scale[interval])
+        factor = (power_of_two(self.e - SHIFT) * ops.d_dv.scale[interval])[self.group, None]
+        dv[keys] = np.where(np.isneginf(self.e)[self.group, None], dv[keys], dv[keys] + self.dv * factor)
+        if self.p_nan:
+            dv[keys] = np.nan
 
 
 @ieee
-def backward(q, k, v, d_o, o, o_low, reference, sums, *, mode, softmax_scale, causal, centre="qk", delta=None):
-    """`delta` replaces the mode's own true delta."""
-    ops = operands(q, k, v, centre)
-    s = scores(ops, softmax_scale, causal)
+def backward(
+    q, k, v, d_o, o, o_low, reference, sums, *, mode, softmax_scale, causal, centre="qk", delta=None, start=None
+):
+    """`delta` replaces the mode's own true delta; `start` is the Backward of the query head before this one, whose dK
+    and dV go on."""
+    base = operands(q, k, v, centre)
     stats = row_statistics(reference, sums, mode)
     d = stats.w[:, None] * d_o
-    d_hat = quantise(d, Q_ROWS)
-    d_dv = quantise(stats.w_dv[:, None] * d_o, Q_ROWS)
-    tile_list = list(tiles(s, stats, d_hat, ops.v, mode))
-    size = np.zeros(q.shape[0])
+    d_hat, d_dv = quantise(d, FLUSH_ROWS), quantise(stats.w_dv[:, None] * d_o, FLUSH_ROWS)
+    s = scores(base, softmax_scale, causal)
+    ops = Inputs(s, stats, d_hat, d_dv, base.k, base.v, base.qt, mode == "onepass")
+    queries, keys = len(q), len(k)
+    size = np.zeros(queries)
     if delta is not None:
         delta_prime = delta * stats.w
     elif mode == "matched":
-        delta_prime, size = matched_delta(q.shape[0], tile_list)
+        delta_prime, size = matched_delta(ops)
     else:
         delta_prime = shortcut_delta(mode, d, d_hat, o, o_low)
 
-    dq, dk, dv = (np.zeros(x.shape, F32) for x in (q, k, v))
-    for tile in tile_list:
-        rows, keys, block = tile.rows, tile.keys, tile.rows.start // Q_ROWS
-        codes, scale = cast_tile(tile.p * fma(tile.t, tile.dp_scale, -delta_prime[rows][:, None]))
-        t = product(pad(tile.codes.T), pad(d_dv.codes[rows].T))
-        dv[keys] = fma(t, power_of_two(tile.exponent - SHIFT) * d_dv.scale[block], dv[keys])
-        t = product(pad(codes.T), pad(ops.qt.codes[rows].T))
-        dk[keys] = fma(t, scale * ops.qt.scale[block], dk[keys])
-        t = product(pad(codes), pad(ops.k.codes[keys].T))
-        dq[rows] = fma(t, scale * ops.k.scale[keys.start // K_ROWS], dq[rows])
+    dq = np.zeros(q.shape, F32)
+    dk, dv = (np.zeros(k.shape, F32), np.zeros(v.shape, F32)) if start is None else (start.dk.copy(), start.dv.copy())
+    for interval, span in enumerate(spans(0, queries, FLUSH_ROWS)):
+        for of_keys in spans(0, keys, TILE):
+            key_tile = KeyTile(ops, of_keys)
+            for rows in spans(span.start, span.stop, TILE):
+                to_dq = key_tile.add(rows, delta_prime)
+                if to_dq is not None:
+                    dq[rows] = fma(*to_dq, dq[rows])
+            key_tile.flush(interval, dk, dv)
     w = np.where(stats.w == 0, F32(1), stats.w)
     return Backward(dq, dk, dv, np.where(stats.w == 0, F32(0), delta_prime / w), size / w)
 
 
 @ieee
 def outputs(heads, softmax_scale):
-    """BF16 bits of dQ of each query head, and of dK and dV of their KV head. dQ and dK are multiplied by softmax_scale
-    head by head; then the heads are added in ascending order from zero."""
+    """BF16 bits of dQ of each query head, and of dK and dV of their KV head, which the last of them holds: each started
+    with the one before."""
     scale = F32(softmax_scale)
-    dk, dv = (ascending_sum(np.array(x, F32)) for x in ([h.dk * scale for h in heads], [h.dv for h in heads]))
-    return [to_bf16(h.dq * scale) for h in heads], to_bf16(dk), to_bf16(dv)
+    return [to_bf16(h.dq * scale) for h in heads], to_bf16(heads[-1].dk * scale), to_bf16(heads[-1].dv)

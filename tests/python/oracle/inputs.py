@@ -72,6 +72,20 @@ def _outliers(q, k, v, d_o, draw):
     d_o *= np.exp(draw.standard_normal((d_o.shape[0], 1)))
 
 
+def _turning(logit):
+    """Rows turn from one half of each 32 keys to the other, and their gradients grow: exponents of P and dS rise within
+    an interval of queries; where they have risen, other rows are left far below."""
+
+    def change(q, k, v, d_o, draw):
+        width = np.sqrt(q.shape[1])
+        turn = np.linspace(-1, 1, max(len(q), 1))
+        q[:, 0] = turn * logit
+        k[:, 0] = width * np.where(np.arange(len(k)) % 32 < 16, 1, -1)
+        d_o *= 2.0 ** (5 * turn)[:, None]
+
+    return change
+
+
 def _scaled(**exponents):
     """Operands multiplied by powers of two."""
 
@@ -97,6 +111,8 @@ CHANGES = {
     "equal keys": lambda q, k, v, d_o, draw: k.__setitem__(slice(None), k[:1]),
     "outliers": _outliers,
     "loud rows without keys": _loud,
+    "turning": _turning(6),
+    "turning far": _turning(60),
     "q and k huge": _scaled(q=60, k=60),
     "q huge, k tiny": _scaled(q=60, k=-60),
     "v and d_o huge": _scaled(v=60, d_o=60),

@@ -8,7 +8,7 @@ import numpy as np
 
 from .arithmetic import E4M3_MAX, F32, ascending_sum, e4m3, fma, from_bf16, ieee, to_bf16
 
-Q_ROWS, K_ROWS = 128, 64
+Q_ROWS, K_ROWS, FLUSH_ROWS = 128, 64, 512
 AMAX_FLOOR = F32(2.0**-110)
 SLOTS, SLOT_WEIGHT = 16, F32(256)
 CAPACITY = 12 * E4M3_MAX * 256
@@ -115,13 +115,14 @@ class Operands(NamedTuple):
 def operands(q, k, v, centre):
     k_mean = mean(k) if centre in ("k", "qk") else np.zeros(k.shape[1], F32)
     k_centred = k - k_mean
-    k8, v8, qt = quantise(k_centred, K_ROWS), quantise(v, K_ROWS), quantise(q, Q_ROWS)
+    k8, v8, qt = quantise(k_centred, K_ROWS), quantise(v, K_ROWS), quantise(q, FLUSH_ROWS)
     if centre != "qk":
-        return Operands(qt, k8, v8, qt, k_mean, [None] * len(qt.scale))
+        q8 = quantise(q, Q_ROWS)
+        return Operands(q8, k8, v8, qt, k_mean, [None] * len(q8.scale))
     rows, means = query_means(q)
     k_scale = np.repeat(k8.scale, K_ROWS)[: k.shape[0]]
     dots = [bias_dot(mu, k_centred) for mu in means]
-    of_block = [dots[index * Q_ROWS // rows] for index in range(len(qt.scale))]
+    of_block = [dots[start // rows] for start in block_starts(q.shape[0], Q_ROWS)]
     q_centred = q - np.repeat(means, rows, axis=0)[: q.shape[0]]
     q8 = quantise(q_centred, Q_ROWS, lambda index, scale: guard_exponent(of_block[index], scale, k_scale), True)
     for index, dot in enumerate(of_block):

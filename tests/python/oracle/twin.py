@@ -125,13 +125,16 @@ class _QuantiseArgs(_library._Sized):
         ("codes", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("mean", ctypes.c_void_p),
+        ("k", _library.TensorArg),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_size_t),
     ]
 
 
 def quantise(x, operand, options):
-    """(codes [rows, heads, head_dim], scale [heads, blocks], mean [heads, head_dim])."""
+    """(codes [rows, heads, head_dim], scale [heads, blocks], mean [heads, head_dim]); hopper numerics."""
     rows, heads, head_dim = x.shape
-    blocks = -(-rows // (64 if operand in ("k", "v") else 128))
+    blocks = -(-rows // (64 if operand in ("k", "v") else 512))
     codes = np.full(x.shape, 0xEE, np.uint8)
     scale, mean = np.full((heads, blocks), -1, np.float32), np.full((heads, head_dim), -1, np.float32)
     args = _QuantiseArgs(
