@@ -1,0 +1,171 @@
+// device = DMATTN_CUDA through the C ABI, on machines without a GPU first of all: every call fails with a line that says
+// why, and reads nothing. DMATTN_HAVE_CUDA: the library has the backend.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "delta_matching/delta_matching.h"
+
+namespace {
+
+#if defined(DMATTN_HAVE_CUDA)
+constexpr bool kHaveCuda = true;
+#else
+constexpr bool kHaveCuda = false;
+#endif
+
+struct Call {
+  dmattn_problem problem{};
+  std::vector<uint16_t> memory = std::vector<uint16_t>(2 * 8 * 64);
+  std::vector<float> rows = std::vector<float>(2 * 2 * 8);
+  std::vector<uint8_t> codes = std::vector<uint8_t>(2 * 8 * 64);
+
+  Call() {
+    problem.struct_size = sizeof problem;
+    problem.batch = 1, problem.q_heads = 2, problem.kv_heads = 1;
+    problem.q_len = problem.k_len = 8, problem.head_dim = 64;
+    problem.softmax_scale = 0.125f;
+    problem.device = DMATTN_CUDA;
+  }
+  dmattn_tensor tensor() { return {memory.data(), 2 * 8 * 64, 2 * 64, 64}; }
+  dmattn_status workspace() {
+    size_t forward = 0, backward = 0;
+    return dmattn_workspace_size(&problem, &forward, &backward);
+  }
+  dmattn_status forward() {
+    dmattn_forward_args args{};
+    args.struct_size = sizeof args;
+    args.q = args.k = args.v = args.o = tensor();
+    args.lse = rows.data();
+    return dmattn_forward(&problem, &args);
+  }
+  dmattn_backward_args backward_args() {
+    dmattn_backward_args args{};
+    args.struct_size = sizeof args;
+    args.q = args.k = args.v = args.o = args.d_o = args.dq = args.dk = args.dv = tensor();
+    args.lse = args.delta_out = rows.data();
+    return args;
+  }
+  dmattn_status backward() {
+    const dmattn_backward_args args = backward_args();
+    return dmattn_backward(&problem, &args);
+  }
+  dmattn_status delta() {
+    const dmattn_backward_args args = backward_args();
+    return dmattn_delta(&problem, &args);
+  }
+  dmattn_status quantise(int32_t operand) {
+    dmattn_quantise_args args{};
+    args.struct_size = sizeof args;
+    args.operand = operand;
+    args.x = args.k = tensor();
+    args.codes = codes.data(), args.scale = rows.data();
+    return dmattn_quantise(&problem, &args);
+  }
+};
+
+void expect_says(const char* part) {
+  const std::string message = dmattn_last_error();
+  EXPECT_NE(message.find(part), std::string::npos) << message;
+  EXPECT_EQ(message.find('\n'), std::string::npos);
+}
+
+bool have_gpu() { return dmattn_device_available(DMATTN_CUDA) != 0; }
+
+TEST(AbiDevice, AvailabilityIsAnAnswerAndNoError) {
+  EXPECT_EQ(dmattn_device_available(DMATTN_CPU), 1);
+  for (const int32_t device : {-1, 2, 77}) EXPECT_EQ(dmattn_device_available(device), 0);
+  EXPECT_LE(dmattn_device_available(DMATTN_CUDA), kHaveCuda ? 1 : 0);
+}
+
+TEST(AbiDevice, CallsWithoutAGpuSayWhy) {
+  if (have_gpu()) GTEST_SKIP() << "there is a GPU";
+  Call call;
+  const dmattn_status expected = kHaveCuda ? DMATTN_DEVICE_ERROR : DMATTN_UNSUPPORTED;
+  const char* says = kHaveCuda ? "device: no GPU can be used: " : "this build has no CUDA backend";
+  for (int32_t variable : {0, 1}) {
+    if (variable) call.problem.cu_seqlens_q = call.problem.cu_seqlens_k = reinterpret_cast<int32_t*>(64);  // not read
+    EXPECT_EQ(call.workspace(), expected);
+    expect_says(says);
+    EXPECT_EQ(call.forward(), expected);
+    expect_says(says);
+    EXPECT_EQ(call.backward(), expected);
+    expect_says(says);
+    EXPECT_EQ(call.delta(), expected);
+    expect_says(says);
+    EXPECT_EQ(call.quantise(DMATTN_OPERAND_K), expected);
+    expect_says(says);
+  }
+}
+
+TEST(AbiDevice, HostMemoryIsRefused) {
+  if (!have_gpu()) GTEST_SKIP() << "no GPU";
+  Call call;
+  EXPECT_EQ(call.workspace(), DMATTN_OK) << dmattn_last_error();
+  EXPECT_EQ(call.forward(), DMATTN_INVALID_VALUE);
+  expect_says("args.workspace_bytes: expected at least");
+  std::vector<char> host(1 << 24);
+  dmattn_forward_args args{};
+  args.struct_size = sizeof args;
+  args.q = args.k = args.v = args.o = call.tensor();
+  args.workspace = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(host.data()) + 255) / 256 * 256);
+  args.workspace_bytes = host.size() - 256;
+  EXPECT_EQ(dmattn_forward(&call.problem, &args), DMATTN_INVALID_VALUE);
+  expect_says("args.workspace: expected memory of GPU 0, got host memory");
+  EXPECT_EQ(call.memory, std::vector<uint16_t>(2 * 8 * 64));
+}
+
+// What is refused by name before anyone looks for a GPU.
+TEST(AbiDevice, RefusalsOfTheBackendNameTheArgument) {
+  if (!kHaveCuda) GTEST_SKIP() << "no CUDA backend in this build";
+  const auto refused = [](void (*spoil)(dmattn_problem&), dmattn_status status, const char* says) {
+    Call call;
+    spoil(call.problem);
+    EXPECT_EQ(call.forward(), status);
+    expect_says(says);
+  };
+  refused([](dmattn_problem& p) { p.numerics = DMATTN_PAPER; }, DMATTN_UNSUPPORTED, "numerics: expected hopper");
+  refused([](dmattn_problem& p) { p.accumulator = DMATTN_ACCUMULATOR_FP32; }, DMATTN_UNSUPPORTED,
+          "accumulator: expected tensor_core");
+  refused([](dmattn_problem& p) { p.head_dim = 96; }, DMATTN_UNSUPPORTED, "head_dim");
+  refused([](dmattn_problem& p) { p.device_index = -1; }, DMATTN_INVALID_VALUE, "device_index: expected 0 ...");
+  refused([](dmattn_problem& p) { p.q_len = int64_t{1} << 31; }, DMATTN_INVALID_VALUE, "q_len (on CUDA)");
+  refused([](dmattn_problem& p) { p.batch = 1 << 30; }, DMATTN_INVALID_VALUE, "q_len (on CUDA): expected batch");
+  const auto variable = [](dmattn_problem& p) {
+    p.cu_seqlens_q = p.cu_seqlens_k = reinterpret_cast<const int32_t*>(64);
+    p.max_q_len = 9;
+  };
+  refused(variable, DMATTN_INVALID_VALUE, "max_q_len: expected 0 ... 8, got 9");
+}
+
+TEST(AbiDevice, WhatRunsOnTheCpuAloneIsRefused) {
+  if (!kHaveCuda) GTEST_SKIP() << "no CUDA backend in this build";
+  Call call;
+  for (const int32_t operand : {DMATTN_OPERAND_Q, DMATTN_OPERAND_D_O}) {
+    EXPECT_EQ(call.quantise(operand), DMATTN_UNSUPPORTED);
+    expect_says("operand: expected K (1), V (2) or Q_SCORES (4)");
+  }
+  EXPECT_EQ(call.quantise(5), DMATTN_INVALID_VALUE);
+  dmattn_reference_args reference{};
+  reference.struct_size = sizeof reference;
+  reference.q = reference.k = reference.v = call.tensor();
+  EXPECT_EQ(dmattn_reference(&call.problem, &reference), DMATTN_UNSUPPORTED);
+  expect_says("reference runs on the CPU alone");
+  dmattn_probe_args probe{};
+  probe.struct_size = sizeof probe;
+  probe.q = probe.k = probe.v = probe.d_o = call.tensor();
+  char* json = nullptr;
+  EXPECT_EQ(dmattn_probe(&call.problem, &probe, &json), DMATTN_UNSUPPORTED);
+  expect_says("probe runs on the CPU alone");
+}
+
+TEST(AbiDevice, QScoresAreOfferedOnCudaAlone) {
+  Call call;
+  call.problem.device = DMATTN_CPU;
+  EXPECT_EQ(call.quantise(DMATTN_OPERAND_Q_SCORES), DMATTN_UNSUPPORTED);
+  expect_says("operand: expected 0 ... 3 with device cpu");
+}
+
+}  // namespace
