@@ -20,8 +20,20 @@ struct KeyTraits {
   static constexpr int kSlice = D < 128 ? D : 128;  // width of one product of dV and dK
   static constexpr int kSlices = D / kSlice;
   static constexpr int kStages = D == 256 && kDk ? 2 : 4;  // 227 KB is the limit
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
+  // Registers change hands only within what the CTA starts with, 168 a thread; asking for more would wait forever.
+  static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
+};
+
+// What a consumer warp looks up once per item: kept in shared memory, byte offsets in the order of use.
+//   0 int64 dv_offset, 8 int64 dk_offset   elements from the outputs' data to the warpgroup's first key
+//   16 ds_tile       index in the chunk of the first head's first tile
+//   20 tiles, 24 first_tile                query tiles [first_tile, tiles) of each head
+//   28 key           the warpgroup's first, 32 keys of the sequence
+//   36 offset        query q sees key j if j <= q + offset
+struct KeySlot {
+  static constexpr int kBytes = 48;
 };
 
 // Byte offsets in dynamic shared memory.
@@ -45,7 +57,7 @@ struct KeyPlan {
   static constexpr int kReduce = kDs + (T::kDk ? 4 * 4096 : 0);     // [warpgroup][4 warps] amax
   static constexpr int kWork = kReduce + 64;                        // [2 bias warps] constants of an item
   static constexpr int kSlots = kWork + 64;                         // [8 consumer warps] KeySlot
-  static constexpr int kBarriers = kSlots + 8 * 32;
+  static constexpr int kBarriers = kSlots + 8 * KeySlot::kBytes;
   static constexpr int kBytes = kBarriers + 8 * (2 * T::kStages + 2);
   static_assert(kBytes <= 227 * 1024);
 
@@ -64,12 +76,6 @@ struct StageScalars {
   float score[2];     // (q_scale k_scale) (softmax_scale log2 e)
   float gradient[2];  // d_scale v_scale
   float dv_scale, q_scale;
-};
-
-// What a consumer warp looks up once per item and needs again only at the end of a head or of the item.
-struct KeySlot {
-  int64_t dv_offset, dk_offset;  // elements from the outputs' data to the warpgroup's first key
-  int32_t ds_tile;               // index in the chunk of the first head's first tile
 };
 
 // 128 keys of one KV head and the queries that see them.

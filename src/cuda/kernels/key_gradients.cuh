@@ -26,20 +26,13 @@
 
 namespace dmattn::cuda {
 
-// What a consumer keeps of its item from tile to tile; the rest is looked up again when it is needed.
-struct KeyWalk {
-  int32_t key;                // the warpgroup's first key
-  int32_t keys, offset;       // of the sequence; query q sees key j if j <= q + offset
-  int32_t first_tile, tiles;  // query tiles
-};
-
 template <class T, bool kRounded>
 struct KeyConsumer {
   using Plan = KeyPlan<T>;
   static constexpr int N = T::kSlice / 2;
-  // P survives as 8 registers of codes: S and dP of the next step run beside dV and dK of this one. Where dS wants the
-  // 32 unrounded values there is no room for S, P and dP at once: dP runs beside dV of its own step.
-  static constexpr bool kEarly = kRounded || !T::kDk;
+  // Where registers allow, S and dP of the next step run beside dV and dK of this one. Where dS wants the 32 unrounded
+  // values of P, or dV and dK take 128 registers, dP runs beside dV of its own step and S of the next beside dK.
+  static constexpr bool kAhead = (kRounded || !T::kDk) && !(T::kDv && T::kDk && T::D == 128);
 
   const KeyParams& p;
   const uint32_t shared;
@@ -71,7 +64,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void settle() {
     ptx::mma_wait<0>();
     ptx::mma_landed(s);
-    if constexpr (kEarly) {
+    if constexpr (kAhead) {
       landed_dv();
       if constexpr (T::kDk) ptx::mma_landed(dp);
     }
@@ -91,10 +84,12 @@ struct KeyConsumer {
     const float factor = ptx::load_shared(stage + Plan::kScalars + 4 * group);
     const uint32_t shift = stage + Plan::kShift + 4 * at.pair;
     bool raise = e == kUnset;
-    if (!raise) raise = __any_sync(0xffffffffu, make_codes<kRounded>(s, factor, shift, e, out));
-    if (raise) {
-      raise_e(factor, shift);
-      make_codes<kRounded>(s, factor, shift, e, out);
+#pragma unroll 1
+    for (;;) {  // a second time only where a code saturated
+      if (raise) raise_e(factor, shift);
+      const bool saturated = make_codes<kRounded>(s, factor, shift, e, out);
+      if (raise || !__any_sync(0xffffffffu, saturated)) break;
+      raise = true;
     }
   }
 
@@ -114,7 +109,7 @@ struct KeyConsumer {
 
   __device__ __forceinline__ float raise_g(float dp_scale, uint32_t delta, Probabilities<kRounded>& in,
                                            uint32_t (&codes)[8]) {
-    if constexpr (kEarly) {  // the sum may not change while products are in flight
+    if constexpr (kAhead) {  // the sum may not change while products are in flight
       ptx::mma_wait<0>();
       ptx::mma_landed(s);
       landed_dv();
@@ -174,7 +169,7 @@ struct KeyConsumer {
   }
 
   // The interval's sums join the CTA's FP32 sums; the item's last interval writes the outputs.
-  __device__ __forceinline__ void end_interval(const KeyWalk& walk, uint32_t stage, bool first, bool last) {
+  __device__ __forceinline__ void end_interval(uint32_t stage, bool first, bool last) {
     const float factor_v = numerics::power_of_two(e - 8.0f) * ptx::load_shared(stage + Plan::kScalars + 16);
     const float factor_k = numerics::power_of_two(g) * ptx::load_shared(stage + Plan::kScalars + 20);
     float* partial = p.output.partial + static_cast<int64_t>(blockIdx.x) * (4 * kImageRows * T::D) +
@@ -184,42 +179,44 @@ struct KeyConsumer {
       if constexpr (T::kDv) flush_sum<T>(dv, factor_v, partial, first);
       if constexpr (T::kDk) flush_sum<T>(dk, factor_k, partial_k, first);
     } else {
-      if constexpr (T::kDv) write(p.output.dv, walk, slot(), dv, factor_v, partial, first, 1.0f);
-      if constexpr (T::kDk) write(p.output.dk, walk, slot() + 8, dk, factor_k, partial_k, first, p.shape.softmax_scale);
+      if constexpr (T::kDv) write(p.output.dv, slot(), dv, factor_v, partial, first, 1.0f);
+      if constexpr (T::kDk) write(p.output.dk, slot() + 8, dk, factor_k, partial_k, first, p.shape.softmax_scale);
     }
     e = g = kUnset;
     fresh = true;
   }
 
-  __device__ __forceinline__ uint32_t slot() const { return shared + Plan::kSlots + (4 * group + at.warp) * 32; }
+  __device__ __forceinline__ uint32_t slot() const {
+    return shared + Plan::kSlots + (4 * group + at.warp) * KeySlot::kBytes;
+  }
 
-  __device__ __forceinline__ void write(const TensorView& out, const KeyWalk& walk, uint32_t offset,
-                                        const float (&sum)[T::kSlices][N], float factor, const float* partial,
-                                        bool first, float scale) {
+  __device__ __forceinline__ void write(const TensorView& out, uint32_t offset, const float (&sum)[T::kSlices][N],
+                                        float factor, const float* partial, bool first, float scale) {
     if (!out.data) return;
     uint16_t* row = out.data + ptx::load_shared_long(offset) + at.key * out.seq_stride;
-    const bool own = walk.key + at.key < walk.keys, own8 = walk.key + at.key + 8 < walk.keys;
+    const int32_t left = slot_keys() - slot_key() - at.key;  // keys from the thread's first on
+    const bool own = left > 0, own8 = left > 8;
     write_sum<T>(sum, factor, partial, first, scale, own ? row : nullptr, own8 ? row + 8 * out.seq_stride : nullptr,
                  at.pair);
   }
 
   // One query tile. `next` is the stage that follows (this one again at the item's end: a product nobody reads).
-  __device__ __forceinline__ void step(const KeyWalk& walk, int32_t tile, uint32_t stage, uint32_t next,
-                                       uint32_t next_full, uint32_t next_parity, int32_t ds_tile, int buffer) {
+  __device__ __forceinline__ void step(int32_t tile, uint32_t stage, uint32_t next, uint32_t next_full,
+                                       uint32_t next_parity, int32_t ds_tile, int buffer) {
     Probabilities<kRounded> pr;
-    const int32_t last_key = walk.key + kImageRows - 1;
-    if (last_key >= walk.keys || (p.shape.causal && last_key > tile * kImageRows + walk.offset))
-      mask_scores(s, at, walk.key, tile * kImageRows, walk.keys, walk.offset, p.shape.causal);
+    {
+      const int32_t last_key = slot_key() + kImageRows - 1;
+      if (last_key >= slot_keys() || (p.shape.causal && last_key > tile * kImageRows + slot_offset()))
+        mask_scores(s, at, slot_key(), tile * kImageRows, slot_keys(), slot_offset(), p.shape.causal);
+    }
     probabilities(stage, pr);
-    if constexpr (kEarly) ptx::barrier_wait(next_full, next_parity);
+    if constexpr (kAhead) ptx::barrier_wait(next_full, next_parity);
     ptx::mma_fence();
     if constexpr (T::kDv) add_product<T>(dv, pr.codes, stage + Plan::kDot, !fresh);
-    if constexpr (kEarly)
-      issue_scores(next);
-    else
-      issue_gradients(stage);
+    if constexpr (kAhead) issue_scores(next);
+    if constexpr (!kAhead) issue_gradients(stage);
     ptx::mma_commit();
-    if constexpr (!kEarly) {
+    if constexpr (!kAhead) {
       ptx::mma_wait<0>();
       landed_dv();
       ptx::mma_landed(dp);
@@ -227,28 +224,36 @@ struct KeyConsumer {
     if constexpr (T::kDk) {
       uint32_t codes[8];
       const float scale = ds_codes(stage, pr, codes);
-      if constexpr (!kEarly) ptx::barrier_wait(next_full, next_parity);
+      if constexpr (!kAhead) ptx::barrier_wait(next_full, next_parity);
       ptx::mma_fence();
       add_product<T>(dk, codes, stage + Plan::kQt, !fresh);
-      if constexpr (kEarly)
+      if constexpr (kAhead)
         issue_gradients(next);
       else
         issue_scores(next);
       ptx::mma_commit();
       // Some query of the tile sees the warpgroup's first key.
-      const int32_t last_query = min((tile + 1) * kImageRows, walk.keys - walk.offset) - 1;
-      const bool exists = p.chunk.codes && walk.key < min(walk.keys, p.chunk.tile_end * kImageRows) &&
-                          (!p.shape.causal || walk.key <= last_query + walk.offset);
+      const int32_t key = slot_key(), keys = slot_keys(), offset = slot_offset();
+      const int32_t last_query = min((tile + 1) * kImageRows, keys - offset) - 1;
+      const bool exists = p.chunk.codes && key < min(keys, p.chunk.tile_end * kImageRows) &&
+                          (!p.shape.causal || key <= last_query + offset);
       store_ds(codes, scale, ds_tile, exists, buffer);
     }
     fresh = false;
     settle();
   }
 
-  __device__ __forceinline__ bool begin(int32_t number, KeyWalk& walk) const {
+  // What is constant for an item waits in shared memory (KeySlot): the accumulators leave no registers for it.
+  __device__ __forceinline__ int32_t slot_tiles() const { return ptx::load_shared_int(slot() + 20); }
+  __device__ __forceinline__ int32_t slot_first_tile() const { return ptx::load_shared_int(slot() + 24); }
+  __device__ __forceinline__ int32_t slot_key() const { return ptx::load_shared_int(slot() + 28); }
+  __device__ __forceinline__ int32_t slot_keys() const { return ptx::load_shared_int(slot() + 32); }
+  __device__ __forceinline__ int32_t slot_offset() const { return ptx::load_shared_int(slot() + 36); }
+
+  __device__ __forceinline__ bool begin(int32_t number) const {
     KeyItem item;
     if (!key_item(p, number, item)) return false;
-    walk = {item.block * kBlockRows + group * kImageRows, item.view.k_rows, item.offset, item.first_tile, item.tiles};
+    const int32_t key = item.block * kBlockRows + group * kImageRows;
     const int64_t tile = (item.kv_head * p.group - p.chunk.head_first) * p.chunk.tiles_per_head +
                          p.index.row(item.sequence, item.view.q_block0, item.first_tile) + 2 * item.block + group -
                          p.index.first;
@@ -256,13 +261,17 @@ struct KeyConsumer {
     if (at.lane == 0) {
       const Sequences& all = p.shape.sequences;
       for (const TensorView* out : {&p.output.dv, &p.output.dk})
-        ptx::store_shared_long(
-            slot() + (out == &p.output.dv ? 0 : 8),
-            row_pointer(*out, all, item.sequence, item.view.k_first, walk.key, item.kv_head) - out->data);
+        ptx::store_shared_long(slot() + (out == &p.output.dv ? 0 : 8),
+                               row_pointer(*out, all, item.sequence, item.view.k_first, key, item.kv_head) - out->data);
       ptx::store_shared_int(slot() + 16, static_cast<int32_t>(tile));
+      ptx::store_shared_int(slot() + 20, item.tiles);
+      ptx::store_shared_int(slot() + 24, item.first_tile);
+      ptx::store_shared_int(slot() + 28, key);
+      ptx::store_shared_int(slot() + 32, item.view.k_rows);
+      ptx::store_shared_int(slot() + 36, item.offset);
     }
     __syncwarp();
-    if (item.first_tile == item.tiles) zero(walk);
+    if (item.first_tile == item.tiles) zero();
     return true;
   }
 
@@ -271,29 +280,28 @@ struct KeyConsumer {
     uint32_t keys_parity = 0;
     for (int32_t number = static_cast<int32_t>(blockIdx.x); number < p.items;
          number += static_cast<int32_t>(gridDim.x)) {
-      KeyWalk walk;
-      if (!begin(number, walk)) continue;
+      if (!begin(number)) continue;
       ptx::barrier_wait(shared + Plan::kKeysFull, keys_parity);
       keys_parity ^= 1;
-      int32_t tile = walk.first_tile, head = 0, ds = ptx::load_shared_int(slot() + 16);
-      bool more = tile < walk.tiles, first = true;
+      int32_t tile = slot_first_tile(), head = 0, ds = ptx::load_shared_int(slot() + 16);
+      bool more = tile < slot_tiles(), first = true;
       if (more) {
         ptx::barrier_wait(shared + Plan::full(ring.stage()), ring.parity());
         ptx::mma_fence();
         issue_scores(shared + Plan::stage(ring.stage()));
-        if constexpr (kEarly) issue_gradients(shared + Plan::stage(ring.stage()));
+        if constexpr (kAhead) issue_gradients(shared + Plan::stage(ring.stage()));
         ptx::mma_commit();
         settle();
       }
 #pragma unroll 1
       while (more) {
-        const bool head_ends = tile + 1 == walk.tiles;
+        const bool head_ends = tile + 1 == slot_tiles();
         more = !head_ends || head + 1 < p.group;
         const auto next = more ? ring.next() : ring;
-        step(walk, tile, shared + Plan::stage(ring.stage()), shared + Plan::stage(next.stage()),
+        step(tile, shared + Plan::stage(ring.stage()), shared + Plan::stage(next.stage()),
              shared + Plan::full(next.stage()), next.parity(), ds, ring.stage());
         if (tile % kIntervalTiles == kIntervalTiles - 1 || head_ends) {
-          end_interval(walk, shared + Plan::stage(ring.stage()), first, !more);
+          end_interval(shared + Plan::stage(ring.stage()), first, !more);
           first = false;
         }
         __syncwarp();
@@ -303,7 +311,7 @@ struct KeyConsumer {
             p.index.packed ? max(0, min(tile + 1 + static_cast<int32_t>(p.index.shift), p.index.width)) : p.index.width;
         ++tile;
         if (head_ends && more) {
-          tile = walk.first_tile;
+          tile = slot_first_tile();
           ds = ptx::load_shared_int(slot() + 16) + ++head * static_cast<int32_t>(p.chunk.tiles_per_head);
         }
       }
@@ -313,9 +321,9 @@ struct KeyConsumer {
   }
 
   // Keys that no query sees.
-  __device__ __forceinline__ void zero(const KeyWalk& walk) const {
+  __device__ __forceinline__ void zero() const {
     for (int row = at.key; row < at.key + 16; row += 8) {
-      if (walk.key + row >= walk.keys) continue;
+      if (slot_key() + row >= slot_keys()) continue;
       for (const TensorView* out : {&p.output.dv, &p.output.dk}) {
         const bool is_dv = out == &p.output.dv;
         if (!out->data || !(is_dv ? T::kDv : T::kDk)) continue;
