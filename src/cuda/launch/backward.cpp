@@ -113,8 +113,8 @@ bool has_no_rows(const Problem& problem) { return problem.batch == 0 || (problem
 
 void backward(const Problem& problem, const dmattn_backward_args& args) {
   if (has_no_rows(problem)) return;
-  const CurrentDevice current(problem.device_index);
   Call call = make_call(problem, args);
+  const CurrentDevice current(problem.device_index);
   call.dq = tensor_view(problem, args.dq, true, "dq");
   call.key_output = {tensor_view(problem, args.dk, false, "dk"), tensor_view(problem, args.dv, false, "dv"),
                      call.plan.key_partial};
@@ -128,8 +128,8 @@ void backward(const Problem& problem, const dmattn_backward_args& args) {
 
 void delta(const Problem& problem, const dmattn_backward_args& args) {
   if (problem.row_vector_length() == 0 || problem.batch == 0) return;
-  const CurrentDevice current(problem.device_index);
   Call call = make_call(problem, args);
+  const CurrentDevice current(problem.device_index);
   queue_operands(call);
 }
 
