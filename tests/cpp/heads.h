@@ -59,7 +59,8 @@ struct HeadRun {
 };
 
 // One head through forward and backward, as an operator would call them.
-inline HeadRun run(const Head& head, const cpu::TwinConfig& config, Mode mode, bool diagnose = true) {
+inline HeadRun run(const Head& head, const cpu::TwinConfig& config, Mode mode, bool diagnose = true,
+                   cpu::KeySums* group = nullptr) {
   HeadRun out;
   const cpu::KvHead kv = cpu::prepare_kv(head.shape, config, head.k.data(), head.v.data(), mode == Mode::bf16_dp);
   const cpu::QueryHead query = cpu::prepare_query(head.shape, config, kv, head.q.data());
@@ -78,16 +79,14 @@ inline HeadRun run(const Head& head, const cpu::TwinConfig& config, Mode mode, b
   in.reference = out.forward.reference.data();
   in.sum = out.forward.sum.data();
   in.sum_rounded = out.forward.sum_rounded.data();
-  out.gradients = cpu::backward(head.shape, config, kv, query, in, {}, diagnose ? &out.diagnostics : nullptr);
+  out.gradients = cpu::backward(head.shape, config, kv, query, in, {}, diagnose ? &out.diagnostics : nullptr, group);
   return out;
 }
 
 inline cpu::TwinConfig hopper(Centre centre = Centre::qk, Accumulator accumulator = Accumulator::tensor_core) {
   return {Numerics::hopper, centre, accumulator, 0};
 }
-inline cpu::TwinConfig paper(Centre centre = Centre::k) {
-  return {Numerics::paper, centre, Accumulator::fp32, 0};
-}
+inline cpu::TwinConfig paper(Centre centre = Centre::k) { return {Numerics::paper, centre, Accumulator::fp32, 0}; }
 
 // Relative Frobenius error.
 template <class T>

@@ -9,6 +9,7 @@
 #include "numerics/bf16.h"
 #include "numerics/bias.h"
 #include "numerics/exp2.h"
+#include "numerics/exponent.h"
 #include "numerics/reduce.h"
 #include "numerics/scale.h"
 #include "numerics/softmax.h"
@@ -87,6 +88,25 @@ TEST(TileScale, IsAPowerOfTwoThatNeverSaturates) {
   }
   EXPECT_EQ(tile_scale(0.0f).scale, 0.0f);
   EXPECT_TRUE(std::isnan(tile_scale(std::numeric_limits<float>::infinity()).scale));
+}
+
+TEST(Exponents, RiseWhereACodeIsFullAndNeverFall) {
+  const float unset = negative_infinity();
+  EXPECT_EQ(raise_exponent(unset, -3.0f, 0.0f), -3.0f);
+  EXPECT_EQ(raise_exponent(unset, unset, 0.0f), unset);
+  EXPECT_EQ(raise_exponent(2.0f, 4.0f, 431.9f), 2.0f);  // up to the code 416
+  EXPECT_EQ(raise_exponent(2.0f, 4.0f, 432.0f), 4.0f);  // half way is rounded to 448
+  EXPECT_EQ(raise_exponent(2.0f, 4.0f, std::numeric_limits<float>::infinity()), 4.0f);
+  EXPECT_EQ(raise_exponent(2.0f, 1.0f, 448.0f), 2.0f);
+  EXPECT_EQ(raise_exponent(2.0f, unset, 0.0f), 2.0f);
+  EXPECT_EQ(raise_exponent(2.0f, quiet_nan(), quiet_nan()), 2.0f);
+  EXPECT_EQ(tile_exponent(128.0f), 0.0f);
+  EXPECT_EQ(tile_exponent(255.0f), 0.0f);
+  EXPECT_EQ(tile_exponent(1e-42f), -117.0f);
+  EXPECT_EQ(tile_exponent(0.0f), unset);
+  EXPECT_TRUE(std::isnan(tile_exponent(quiet_nan())));
+  EXPECT_EQ(exponent_scale(unset).inverse, 0.0f);
+  EXPECT_EQ(exponent_scale(5.0f).inverse, 0x1p-5f);
 }
 
 TEST(PowerOfTwo, IsExactAndFlushesBelowNormal) {

@@ -223,7 +223,7 @@ inline Case::Case(FuzzedDataProvider& fuzz) {
     longest = 0;
     for (size_t i = 1; i < cu.size(); ++i) longest = std::max<int64_t>(longest, cu[i] - cu[i - 1]);
   }
-  const int64_t block = of_keys ? 64 : 128;
+  const int64_t block = of_keys ? 64 : p.numerics == DMATTN_HOPPER ? 512 : 128;
   codes = Exact<uint8_t>(operand.batch * operand.length * operand.heads * operand.dim);
   scale = Exact<float>(p.batch * operand.heads * ((longest + block - 1) / block));
   mean = Exact<float>(p.batch * operand.heads * operand.dim);

@@ -1,0 +1,112 @@
+// Hopper's backward keeps dV and dK in the tensor core over 512 queries: exponents rise within them and start anew.
+#include <gtest/gtest.h>
+
+#include "heads.h"
+
+namespace dmattn::test {
+namespace {
+
+constexpr double kGaussianLimit = 0.2;  // as in test_twin.cpp
+
+cpu::Reference truth_of(const Head& head) {
+  return cpu::reference_attention(head.shape, head.q.data(), head.k.data(), head.v.data(), head.d_o.data(), 0);
+}
+
+// Error over some keys' rows alone.
+double error_of_keys(const std::vector<float>& mine, const std::vector<double>& truth, int64_t first, int64_t count) {
+  const auto begin = first * 64, end = (first + count) * 64;
+  return error(std::vector<float>(mine.begin() + begin, mine.begin() + end),
+               std::vector<double>(truth.begin() + begin, truth.begin() + end));
+}
+
+// Channel 0 carries S alone: rows have `logit(i)` on keys 0 ... 15 and 0 on the others. V and dO are random.
+Head steered(int64_t queries, int64_t keys, const std::function<double(int64_t)>& logit) {
+  Head head(queries, keys, 64, false);
+  head.gaussian(60);
+  head.fill(head.q, [&](int64_t i, int64_t c) { return c == 0 ? logit(i) / 2 : 0.0; });
+  head.fill(head.k, [](int64_t j, int64_t c) { return c == 0 && j < 16 ? 16.0 : 0.0; });
+  return head;
+}
+
+// dO of some rows, times a factor for each.
+void scale_rows(Head& head, const std::function<double(int64_t)>& factor) {
+  for (size_t i = 0; i < head.d_o.size(); ++i) {
+    const auto row = static_cast<int64_t>(i) / head.shape.dim_padded;
+    head.d_o[i] = numerics::bf16_round(static_cast<float>(head.d_o[i] * factor(row)));
+  }
+}
+
+class Intervals : public ::testing::TestWithParam<Accumulator> {};
+
+TEST_P(Intervals, SumsFollowExponentsThatRise) {
+  // P of the first keys rises by 2^17 over the interval, dO by 2^12: without their rescaling, early rows would weigh as
+  // much as late ones.
+  Head head = steered(512, 80, [](int64_t i) { return -12 + static_cast<double>(i) / 512 * 14; });
+  scale_rows(head, [](int64_t i) { return std::exp2(static_cast<double>(i) / 512 * 12 - 12); });
+  const cpu::Reference truth = truth_of(head);
+  for (const Mode mode : kModes) {
+    const HeadRun result = run(head, hopper(Centre::none, GetParam()), mode);
+    EXPECT_LT(error_of_keys(result.gradients.dv, truth.dv, 0, 16), kGaussianLimit) << name(mode);
+    EXPECT_LT(error_of_keys(result.gradients.dv, truth.dv, 16, 64), kGaussianLimit) << name(mode);
+    EXPECT_LT(error(result.gradients.dq, truth.dq), kGaussianLimit) << name(mode);
+    EXPECT_LT(error(result.gradients.dk, truth.dk), kGaussianLimit) << name(mode);
+  }
+}
+
+TEST_P(Intervals, StartAnewEvery512Queries) {
+  // The first interval's P of 1/16 leaves no room for 2^-26 beside it; dO is zero there, so dV is the second one's.
+  Head head = steered(1024, 80, [](int64_t i) { return i < 512 ? 10.0 : -14.0; });
+  scale_rows(head, [](int64_t i) { return i < 512 ? 0.0 : 1.0; });
+  const HeadRun result = run(head, hopper(Centre::none, GetParam()), Mode::matched);
+  EXPECT_LT(error_of_keys(result.gradients.dv, truth_of(head).dv, 0, 16), kGaussianLimit);
+}
+
+TEST_P(Intervals, KeepTheirExponentsUntilThen) {
+  Head head = steered(512, 80, [](int64_t i) { return i < 64 ? 10.0 : -14.0; });
+  scale_rows(head, [](int64_t i) { return i < 64 ? 0.0 : 1.0; });
+  const HeadRun result = run(head, hopper(Centre::none, GetParam()), Mode::matched);
+  for (size_t i = 0; i < 16 * 64; ++i) EXPECT_EQ(result.gradients.dv[i], 0.0f);  // the codes' end, by the contract
+  // Groups of 16 keys are on their own: the next one never had a large P.
+  EXPECT_LT(error_of_keys(result.gradients.dv, truth_of(head).dv, 16, 16), kGaussianLimit);
+}
+
+TEST_P(Intervals, ScalesOfDOAndPlainQSpanThem) {
+  Head head(1030, 70, 64);
+  head.gaussian(61);
+  for (const Centre centre : {Centre::none, Centre::k, Centre::qk}) {
+    const cpu::TwinConfig config = hopper(centre, GetParam());
+    const cpu::KvHead kv = cpu::prepare_kv(head.shape, config, head.k.data(), head.v.data());
+    const cpu::QueryHead query = cpu::prepare_query(head.shape, config, kv, head.q.data());
+    EXPECT_EQ(query.s.scale.size(), 9u);
+    EXPECT_EQ(query.plain_codes().scale.size(), 3u);
+  }
+  EXPECT_EQ(cpu::prepare_query(head.shape, paper(), {}, head.q.data()).plain_codes().scale.size(), 9u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Accumulators, Intervals, ::testing::Values(Accumulator::tensor_core, Accumulator::fp32));
+
+TEST(KeySums, QueryHeadsContinueEachOthersSums) {
+  Head first(600, 70, 64, false), second = first;
+  first.gaussian(62);
+  second.gaussian(63);
+  second.k = first.k;
+  second.v = first.v;
+  for (const cpu::TwinConfig& config : {hopper(), paper()}) {
+    cpu::KeySums sums;
+    const HeadRun one = run(first, config, Mode::onepass, false, &sums);
+    const cpu::KeySums alone = sums;
+    const HeadRun two = run(second, config, Mode::onepass, false, &sums);
+    cpu::finish(config.numerics, first.shape.softmax_scale, sums);
+    EXPECT_EQ(alone.dv, one.gradients.dv);  // a head by itself is a group of one
+    const float scale = config.numerics == Numerics::hopper ? first.shape.softmax_scale : 1.0f;
+    for (size_t i = 0; i < sums.dk.size(); ++i) {
+      ASSERT_EQ(alone.dk[i] * scale, one.gradients.dk[i]);
+      // Each sum is rounded four times: 2^-22 of what was added up, and far less than that is left out.
+      ASSERT_NEAR(sums.dk[i], one.gradients.dk[i] + two.gradients.dk[i], 1e-3);
+      ASSERT_NEAR(sums.dv[i], one.gradients.dv[i] + two.gradients.dv[i], 1e-3);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dmattn::test
