@@ -1,5 +1,7 @@
 // Backward: [tables] -> K, V pack -> Q pack -> dO, q pack -> [delta, matched] -> for each chunk of query heads, for each
 // range of keys, ascending: dK, dV and dS -> dQ. delta: the same up to its kernel.
+#include "cuda/launch/backward.h"
+
 #include <utility>
 
 #include "cuda/backend.h"
@@ -48,28 +50,6 @@ GradientInput gradient_input(const Problem& problem, const dmattn_backward_args&
   return input;
 }
 
-// All operands, and delta' of the mode: what dmattn_delta stops after.
-void queue_operands(Call& call) {
-  const Problem& problem = call.problem;
-  const dmattn_backward_args& args = call.args;
-  const BackwardPlan& plan = call.plan;
-  const TensorView k = tensor_view(problem, args.k, false, "k");
-  const TensorView v = tensor_view(problem, args.v, false, "v");
-  GradientInput input = gradient_input(problem, args);
-  const bool own_kernel = input.rule == DeltaRule::matched && input.delta == nullptr;
-  if (own_kernel) input.delta_out = nullptr;  // the delta kernel writes it
-
-  queue_tables(call.launch, problem, plan.shape, plan.tables);
-  queue_keys(call.launch, problem, plan.shape, k, v, plan.keys);
-  if (plan.shape.sequences.q_blocks == 0) return;
-  queue_queries(call.launch, plan.shape, input.q, k, plan.keys, plan.queries);
-  check_cuda(launch_gradient_pack(call.launch, plan.shape, input, plan.keys, plan.gradients),
-             "launch of the dO and q pack");
-  if (own_kernel)
-    check_cuda(launch_delta(call.launch, plan.shape, plan.keys, plan.queries, plan.gradients, args.delta_out),
-               "launch of the delta kernel");
-}
-
 void queue_chunk(const Call& call, const HeadRange& heads, const TileRange& tiles, bool first, bool last) {
   const BackwardPlan& plan = call.plan;
   const bool wants_dq = call.dq.data != nullptr;
@@ -111,6 +91,23 @@ bool has_no_rows(const Problem& problem) { return problem.batch == 0 || (problem
 
 }  // namespace
 
+void queue_backward_operands(const Launch& launch, const Problem& problem, const dmattn_backward_args& args,
+                             const BackwardPlan& plan) {
+  const TensorView k = tensor_view(problem, args.k, false, "k");
+  const TensorView v = tensor_view(problem, args.v, false, "v");
+  GradientInput input = gradient_input(problem, args);
+  const bool own_kernel = input.rule == DeltaRule::matched && input.delta == nullptr;
+  if (own_kernel) input.delta_out = nullptr;  // the delta kernel writes it
+
+  queue_tables(launch, problem, plan.shape, plan.tables);
+  queue_keys(launch, problem, plan.shape, k, v, plan.keys);
+  queue_queries(launch, plan.shape, input.q, k, plan.keys, plan.queries);
+  check_cuda(launch_gradient_pack(launch, plan.shape, input, plan.keys, plan.gradients), "launch of the dO and q pack");
+  if (own_kernel)
+    check_cuda(launch_delta(launch, plan.shape, plan.keys, plan.queries, plan.gradients, args.delta_out),
+               "launch of the delta kernel");
+}
+
 void backward(const Problem& problem, const dmattn_backward_args& args) {
   if (has_no_rows(problem)) return;
   Call call = make_call(problem, args);
@@ -118,7 +115,7 @@ void backward(const Problem& problem, const dmattn_backward_args& args) {
   call.dq = tensor_view(problem, args.dq, true, "dq");
   call.key_output = {tensor_view(problem, args.dk, false, "dk"), tensor_view(problem, args.dv, false, "dv"),
                      call.plan.key_partial};
-  queue_operands(call);
+  queue_backward_operands(call.launch, problem, args, call.plan);
   if (call.dq.data == nullptr && call.key_output.dk.data == nullptr && call.key_output.dv.data == nullptr) return;
   if (call.dq.data == nullptr) call.plan.chunks = single_chunk(ds_shape(problem, call.plan.shape));
   for (const HeadRange& heads : call.plan.chunks.heads)
@@ -128,9 +125,9 @@ void backward(const Problem& problem, const dmattn_backward_args& args) {
 
 void delta(const Problem& problem, const dmattn_backward_args& args) {
   if (problem.row_vector_length() == 0 || problem.batch == 0) return;
-  Call call = make_call(problem, args);
+  const Call call = make_call(problem, args);
   const CurrentDevice current(problem.device_index);
-  queue_operands(call);
+  queue_backward_operands(call.launch, problem, args, call.plan);
 }
 
 }  // namespace dmattn::cuda
