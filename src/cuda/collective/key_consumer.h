@@ -34,15 +34,6 @@ struct Probabilities {
   float values[kRounded ? 1 : 32];
 };
 
-// Makes the compiler decode the codes anew: values kept from one use to a rare second one would not fit in registers.
-template <bool kRounded>
-__device__ __forceinline__ void forget(Probabilities<kRounded>& p, int lane) {
-  if constexpr (kRounded) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) p.codes[i] = __shfl_sync(0xffffffffu, p.codes[i], lane);  // from itself
-  }
-}
-
 // codes = E4M3(2^(acc f + shift - exponent)), acc in the layout of one m64n64 product. True if a code is 448 or NaN.
 template <bool kRounded>
 __device__ __forceinline__ bool make_codes(const float (&acc)[32], float factor, uint32_t shift, float exponent,
@@ -72,19 +63,24 @@ __device__ __forceinline__ bool make_codes(const float (&acc)[32], float factor,
   return (saturated & 0x80808080u) != 0;
 }
 
-// Largest ceil(acc f) - c of the warp's 16 keys; kUnset if none is visible.
+// Smallest integer exponent at or above every acc f - c of the warp's 16 keys; kUnset if none is visible.
 __device__ __forceinline__ float warp_exponent(const float (&acc)[32], float factor, uint32_t shift) {
   float most = -INFINITY;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float2 s = ptx::load_shared2(shift + 4 * 8 * j);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      most = fmaxf(most, (ceilf(__fmul_rn(acc[4 * j + i], factor)) + (i % 2 ? s.y : s.x)) - 8.0f);
+    for (int i = 0; i < 4; ++i) most = fmaxf(most, fmaf(acc[4 * j + i], factor, i % 2 ? s.y : s.x));
   }
   // Integers beyond 2^20 do not matter: their codes vanish or their rows are NaN.
-  const int bounded = static_cast<int>(fmaxf(fminf(most, 1048576.0f), kUnset));
+  const int bounded = static_cast<int>(fmaxf(fminf(ceilf(most) - 8.0f, 1048576.0f), kUnset));
   return static_cast<float>(__reduce_max_sync(0xffffffffu, bounded));
+}
+
+// 2^exponent of an integer; 0 below -126, infinity above 127. numerics::power_of_two without its branches.
+__device__ __forceinline__ float exact_power(float exponent) {
+  const int bounded = static_cast<int>(fmaxf(fminf(exponent, 128.0f), -127.0f));
+  return __uint_as_float(static_cast<uint32_t>(bounded + 127) << 23);
 }
 
 // acc = -infinity where the query does not see the key or there is no such key.
@@ -103,14 +99,13 @@ __device__ __forceinline__ void mask_scores(float (&acc)[32], const LaneMap& at,
   }
 }
 
-// dS = p fma(T, dp, -delta) 2^h per element, in the order of the codes' registers. p is 2^(8 - E) P~.
+// sink(k, e): dS = p fma(T, dp_scale, -delta delta_scale) of 16 queries, e in the order of dp[8 k ...]. p is 2^(8 - E) P~.
 template <bool kRounded, class Sink>
 __device__ __forceinline__ void each_ds(const Probabilities<kRounded>& p, const float (&dp)[32], float dp_scale,
                                         float delta_scale, uint32_t delta, Sink sink) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    float x[2][4];
-    float e[8];
+    float x[2][4], e[8];
     if constexpr (kRounded) {
       ptx::e4m3_unpack(p.codes[2 * k], x[0]);
       ptx::e4m3_unpack(p.codes[2 * k + 1], x[1]);
@@ -142,18 +137,24 @@ __device__ __forceinline__ bool make_ds_codes(const Probabilities<kRounded>& p, 
   return (saturated & 0x80808080u) != 0;
 }
 
-// Largest |dS| of the warpgroup's tile, in units of 2^(E - 8) taken out by the caller's `unit`; infinity is kept.
+// dS over dp, in units of 2^(E - 8); returns the thread's largest magnitude.
 template <bool kRounded>
-__device__ __forceinline__ float tile_amax(const Probabilities<kRounded>& p, const float (&dp)[32], float dp_scale,
-                                           uint32_t delta, float unit, uint32_t scratch, int group_barrier,
-                                           const LaneMap& at) {
+__device__ __forceinline__ float replace_by_ds(const Probabilities<kRounded>& p, float (&dp)[32], float dp_scale,
+                                               uint32_t delta) {
   float most = 0.0f;
-  each_ds<kRounded>(p, dp, dp_scale, 1.0f, delta, [&](int, const float(&e)[8]) {
+  each_ds<kRounded>(p, dp, dp_scale, 1.0f, delta, [&](int k, const float(&e)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(e[i]));
+    for (int i = 0; i < 8; ++i) {
+      most = fmaxf(most, fabsf(e[i]));
+      dp[8 * k + i] = e[i];
+    }
   });
-  most *= unit;
-  const uint32_t warp = __reduce_max_sync(0xffffffffu, __float_as_uint(most));  // non-negative floats order as integers
+  return most;
+}
+
+// Largest of the warpgroup's non-negative x.
+__device__ __forceinline__ float group_maximum(float x, uint32_t scratch, int group_barrier, const LaneMap& at) {
+  const uint32_t warp = __reduce_max_sync(0xffffffffu, __float_as_uint(x));  // they order as integers
   if (at.lane == 0) ptx::store_shared(scratch + 4 * at.warp, __uint_as_float(warp));
   ptx::group_sync(group_barrier);
   const float2 a = ptx::load_shared2(scratch), b = ptx::load_shared2(scratch + 8);
@@ -162,23 +163,22 @@ __device__ __forceinline__ float tile_amax(const Probabilities<kRounded>& p, con
 
 // sum[64 keys x D] of a slice array += left[64 x 64] . right image[D x 64]^T; accumulate = false starts from zero.
 template <class T, int N>
-__device__ __forceinline__ void add_product(float (&sum)[T::kSlices][N], const uint32_t (&left)[8], uint32_t right,
+__device__ __forceinline__ void add_product(float (&sum)[T::kSlices][N], const uint32_t (&left)[8], uint64_t right,
                                             bool accumulate) {
-  const uint64_t b = image_descriptor(right, T::D);
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll
     for (int k = 0; k < 2; ++k)
-      ptx::mma(sum[slice], left + 4 * k, b + slice * image_rows(T::kSlice) + k * image_step(T::D), k > 0 || accumulate);
+      ptx::mma(sum[slice], left + 4 * k, right + slice * image_rows(T::kSlice) + k * image_step(T::D),
+               k > 0 || accumulate);
 }
 
 // acc[64 keys x 64 queries] = keys' image . queries' image^T over channels.
 template <class T>
-__device__ __forceinline__ void row_product(float (&acc)[32], uint32_t keys, uint32_t queries) {
-  const uint64_t a = image_descriptor(keys, kImageRows), b = image_descriptor(queries, kImageRows);
+__device__ __forceinline__ void row_product(float (&acc)[32], uint64_t keys, uint64_t queries) {
 #pragma unroll
   for (int k = 0; k < T::D / 32; ++k)
-    ptx::mma(acc, a + k * image_step(kImageRows), b + k * image_step(kImageRows), k > 0);
+    ptx::mma(acc, keys + k * image_step(kImageRows), queries + k * image_step(kImageRows), k > 0);
 }
 
 template <class T, int N>

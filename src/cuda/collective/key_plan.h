@@ -26,14 +26,13 @@ struct KeyTraits {
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
 };
 
-// What a consumer warp looks up once per item: kept in shared memory, byte offsets in the order of use.
+// What a consumer warp looks up once per item and keeps in shared memory: the accumulators leave no registers.
 //   0 int64 dv_offset, 8 int64 dk_offset   elements from the outputs' data to the warpgroup's first key
-//   16 ds_tile       index in the chunk of the first head's first tile
-//   20 tiles, 24 first_tile                query tiles [first_tile, tiles) of each head
-//   28 key           the warpgroup's first, 32 keys of the sequence
-//   36 offset        query q sees key j if j <= q + offset
+//   16 ds_tile      index in the chunk of the first head's first tile
+//   20 first_tile   of each head
+//   24 key          the warpgroup's first; 28 keys of the sequence; 32 offset: query q sees key j if j <= q + offset
 struct KeySlot {
-  static constexpr int kBytes = 48;
+  static constexpr int kBytes = 40;
 };
 
 // Byte offsets in dynamic shared memory.
@@ -53,8 +52,7 @@ struct KeyPlan {
   static constexpr int kScalars = kDelta + kImageRows * 4;            // StageScalars
   static constexpr int kStageBytes = kScalars + 128;
   static constexpr int kOnes = kStage0 + T::kStages * kStageBytes;  // constant operand of the bias step
-  static constexpr int kDs = kOnes + kImageRows * kBiasBytes;       // [warpgroup][2][64 x 64] dS on its way out
-  static constexpr int kReduce = kDs + (T::kDk ? 4 * 4096 : 0);     // [warpgroup][4 warps] amax
+  static constexpr int kReduce = kOnes + kImageRows * kBiasBytes;   // [warpgroup][4 warps] amax
   static constexpr int kWork = kReduce + 64;                        // [2 bias warps] constants of an item
   static constexpr int kSlots = kWork + 64;                         // [8 consumer warps] KeySlot
   static constexpr int kBarriers = kSlots + 8 * KeySlot::kBytes;

@@ -43,7 +43,7 @@ __device__ __forceinline__ void key_copies(const KeyParams& p, uint32_t shared) 
     KeyWork at;
     if (!key_work(p, item, at)) continue;
     const int64_t image = static_cast<int64_t>(at.k_block) * 2 * T::kImage;
-    ptx::barrier_wait(shared + Plan::kKeysEmpty, items_parity);
+    ptx::barrier_wait_idle(shared + Plan::kKeysEmpty, items_parity);
     items_parity ^= 1;
     ptx::barrier_expect(shared + Plan::kKeysFull, (T::kDk ? 4 : 2) * T::kImage);
     ptx::bulk_load(shared + Plan::kKeys, p.keys.k + image, 2 * T::kImage, shared + Plan::kKeysFull);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void key_copies(const KeyParams& p, uint32_t shared) 
         const uint32_t stage = shared + Plan::stage(ring.stage()), full = shared + Plan::full(ring.stage());
         const int64_t source = static_cast<int64_t>(at.q_tile + tile) * T::kImage;
         const int64_t rows = static_cast<int64_t>(at.q_tile + tile) * kImageRows;
-        ptx::barrier_wait(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
+        ptx::barrier_wait_idle(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
         ptx::barrier_expect(full, Plan::kCopyBytes);
         ptx::bulk_load(stage + Plan::kQ, p.queries.q + source, T::kImage, full);
         ptx::bulk_load(stage + Plan::kShift, p.gradients.shift + rows, kImageRows * 4, full);
@@ -115,7 +115,7 @@ __device__ __forceinline__ void key_biases(const KeyParams& p, uint32_t shared) 
       for (int32_t tile = ptx::load_shared_int(slot + 4); tile < ptx::load_shared_int(slot + 8); ++tile) {
         const uint32_t stage = shared + Plan::stage(ring.stage());
         const uint32_t bias = stage + Plan::kBias + 16 * own();
-        ptx::barrier_wait(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
+        ptx::barrier_wait_idle(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
         if (p.shape.mean_blocks_max > 0) {
           if (tile % 2 == 0 || tile == ptx::load_shared_int(slot + 4)) {
             const int32_t q_tile = ptx::load_shared_int(slot + 16) + 2 * head * p.shape.sequences.q_blocks;

@@ -33,23 +33,43 @@ __device__ __forceinline__ void flush_sum(const float (&sum)[T::kSlices][N], flo
     }
 }
 
-// Rows `row` and row + 8 of the output: (sum factor + earlier intervals) scale, as BF16.
+__device__ __forceinline__ void store_pair(uint16_t* to, float a, float b, bool aligned) {
+  const uint32_t x = numerics::bf16_encode(a), y = numerics::bf16_encode(b);
+  if (aligned) {
+    *reinterpret_cast<uint32_t*>(to) = x | y << 16;
+  } else {
+    to[0] = static_cast<uint16_t>(x);
+    to[1] = static_cast<uint16_t>(y);
+  }
+}
+
+// Rows `row` and row + 8 of the output (null: not there): (earlier intervals + sum factor) scale, as BF16.
 template <class T, int N>
-__device__ __forceinline__ void write_sum(const float (&sum)[T::kSlices][N], float factor, const float* partial,
-                                          bool first, float scale, uint16_t* row, uint16_t* row8, int pair) {
+__device__ __forceinline__ void write_sum(float (&sum)[T::kSlices][N], float factor, const float* partial, bool first,
+                                          float scale, uint16_t* row, uint16_t* row8, int pair) {
+  constexpr int kBatch = 32;  // values whose loads are in flight together
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      float4 x = {0, 0, 0, 0};
-      if (!first) x = __ldcg(reinterpret_cast<const float4*>(partial + 128 * (slice * N + i)));
-      const int channel = slice * T::kSlice + 2 * i + pair;  // 8 (i / 4) + pair
-      const float v[4] = {x.x + sum[slice][i] * factor, x.y + sum[slice][i + 1] * factor,
-                          x.z + sum[slice][i + 2] * factor, x.w + sum[slice][i + 3] * factor};
+    for (int base = 0; base < N; base += kBatch) {
+      float4 before[kBatch / 4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint16_t* out = j < 2 ? row : row8;
-        if (out) out[channel + j % 2] = numerics::bf16_encode(v[j] * scale);
+      for (int i = 0; i < kBatch / 4; ++i) {
+        before[i] = {0, 0, 0, 0};
+        if (!first) before[i] = __ldcg(reinterpret_cast<const float4*>(partial + 128 * (slice * N + base + 4 * i)));
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch / 4; ++i) {
+        const float* x = &sum[slice][base + 4 * i];
+        const int channel = slice * T::kSlice + 2 * (base + 4 * i) + pair;
+        const bool aligned =
+            (reinterpret_cast<uintptr_t>(row) & 3) == 0 && (reinterpret_cast<uintptr_t>(row8) & 3) == 0;
+        if (row)
+          store_pair(row + channel, (before[i].x + x[0] * factor) * scale, (before[i].y + x[1] * factor) * scale,
+                     aligned);
+        if (row8)
+          store_pair(row8 + channel, (before[i].z + x[2] * factor) * scale, (before[i].w + x[3] * factor) * scale,
+                     aligned);
       }
     }
 }

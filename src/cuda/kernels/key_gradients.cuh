@@ -7,8 +7,8 @@
 //     dV  += P^T dO                  B: transposed image of dO (sigma order)
 //     dP^T = V dO^T                  dS = P (dP - delta'), codes -> registers
 //     dK  += dS^T Q                  B: transposed image of q (sigma order)
-// The codes of dS leave through shared memory: rows key and key + 8 interleaved, stmatrix transposes, so that each query
-// row gets its 16 keys in rho order; each warp stores its own 1 KB.
+// The codes of dS leave from registers: rows key and key + 8 interleaved, movmatrix transposes, so that each query row
+// gets its 16 keys in rho order.
 //
 // dV and dK stay in the tensor core for 512 queries (an interval), then go to FP32 sums. Within an interval the
 // exponent E of P (one per 16 keys: a warp) and G of dS (one per 64 keys) only rise, when a code saturates; the
@@ -31,28 +31,32 @@ struct KeyConsumer {
   using Plan = KeyPlan<T>;
   static constexpr int N = T::kSlice / 2;
   // Where registers allow, S and dP of the next step run beside dV and dK of this one. Where dS wants the 32 unrounded
-  // values of P, or dV and dK take 128 registers, dP runs beside dV of its own step and S of the next beside dK.
-  static constexpr bool kAhead = (kRounded || !T::kDk) && !(T::kDv && T::kDk && T::D == 128);
+  // values of P, or sums take 128 registers, dP runs beside dV of its own step and S of the next beside dK.
+  static constexpr bool kAhead = !T::kDk || (kRounded && T::D == 64);
 
   const KeyParams& p;
   const uint32_t shared;
   const int group;  // warpgroup
   const LaneMap at;
+  const uint32_t own16;            // address / 16 of the warpgroup's images, less their offset in the plan
+  const uint32_t image16, bias16;  // what own16 and the bias images of a stage hold for this warpgroup
+  int32_t mask_end = 0, ds_begin = 0;
   float s[32], dp[32];
   float dv[T::kSlices][N], dk[T::kSlices][N];
   float e = kUnset, g = kUnset;
   bool fresh = true;  // the interval's first product starts from zero
 
-  __device__ __forceinline__ uint32_t own_keys() const { return shared + Plan::kKeys + group * T::kImage; }
-  __device__ __forceinline__ uint32_t own_values() const { return shared + Plan::kValues + group * T::kImage; }
-
-  __device__ __forceinline__ void issue_scores(uint32_t stage) {
-    row_product<T>(s, own_keys(), stage + Plan::kQ);
-    ptx::mma(s, image_descriptor(stage + Plan::kBias + group * kImageRows * kBiasBytes, kImageRows),
-             image_descriptor(shared + Plan::kOnes, kImageRows), true);
+  // Operands of a stage from its address / 16, the same in the whole warp.
+  __device__ __forceinline__ void issue_scores(uint32_t stage16) {
+    row_product<T>(s, image_descriptor_at(own16, Plan::kKeys, kImageRows),
+                   image_descriptor_at(stage16, Plan::kQ, kImageRows));
+    ptx::mma(s, image_descriptor_at(stage16 + bias16, Plan::kBias, kImageRows),
+             image_descriptor_at(own16 - image16, Plan::kOnes, kImageRows), true);
   }
-  __device__ __forceinline__ void issue_gradients(uint32_t stage) {
-    if constexpr (T::kDk) row_product<T>(dp, own_values(), stage + Plan::kDo);
+  __device__ __forceinline__ void issue_gradients(uint32_t stage16) {
+    if constexpr (T::kDk)
+      row_product<T>(dp, image_descriptor_at(own16, Plan::kValues, kImageRows),
+                     image_descriptor_at(stage16, Plan::kDo, kImageRows));
   }
   __device__ __forceinline__ void landed_dv() {
 #pragma unroll
@@ -74,19 +78,19 @@ struct KeyConsumer {
     }
   }
 
-  __device__ __forceinline__ void raise_e(float factor, uint32_t shift) {
-    const float raised = fmaxf(e, warp_exponent(s, factor, shift));
-    if constexpr (T::kDv) scale_sum<T>(dv, numerics::power_of_two(e - raised));
-    e = raised;
-  }
-
   __device__ __forceinline__ void probabilities(uint32_t stage, Probabilities<kRounded>& out) {
     const float factor = ptx::load_shared(stage + Plan::kScalars + 4 * group);
     const uint32_t shift = stage + Plan::kShift + 4 * at.pair;
     bool raise = e == kUnset;
 #pragma unroll 1
     for (;;) {  // a second time only where a code saturated
-      if (raise) raise_e(factor, shift);
+      if (raise) {
+        const float raised = fmaxf(e, warp_exponent(s, factor, shift));
+        if constexpr (T::kDv) {
+          if (!fresh) scale_sum<T>(dv, exact_power(e - raised));
+        }
+        e = raised;
+      }
       const bool saturated = make_codes<kRounded>(s, factor, shift, e, out);
       if (raise || !__any_sync(0xffffffffu, saturated)) break;
       raise = true;
@@ -94,84 +98,66 @@ struct KeyConsumer {
   }
 
   // Codes of dS and their scale 2^G.
-  __device__ __forceinline__ float ds_codes(uint32_t stage, Probabilities<kRounded>& in, uint32_t (&codes)[8]) {
+  __device__ __forceinline__ float ds_codes(uint32_t stage, const Probabilities<kRounded>& in, uint32_t (&codes)[8]) {
     const float dp_scale = ptx::load_shared(stage + Plan::kScalars + 8 + 4 * group);
     const uint32_t delta = stage + Plan::kDelta + 4 * at.pair;
     bool raise = g == kUnset;
     if (!raise) {
-      const float unit = numerics::power_of_two(e - 8.0f - g);
-      raise = make_ds_codes<kRounded>(in, dp, dp_scale * unit, unit, delta, codes);
-      raise = ptx::group_any(1 + group, raise);
+      const float unit = exact_power(e - 8.0f - g);
+      raise = ptx::group_any(1 + group, make_ds_codes<kRounded>(in, dp, dp_scale * unit, unit, delta, codes));
     }
-    if (!raise) return numerics::power_of_two(g);
-    return raise_g(dp_scale, delta, in, codes);
+    return raise ? raise_g(dp_scale, delta, in, codes) : exact_power(g);
   }
 
-  __device__ __forceinline__ float raise_g(float dp_scale, uint32_t delta, Probabilities<kRounded>& in,
+  // The tile's own amax, through dS in FP32 in the place of dP.
+  __device__ __forceinline__ float raise_g(float dp_scale, uint32_t delta, const Probabilities<kRounded>& in,
                                            uint32_t (&codes)[8]) {
     if constexpr (kAhead) {  // the sum may not change while products are in flight
       ptx::mma_wait<0>();
       ptx::mma_landed(s);
       landed_dv();
     }
-    forget(in, at.lane);
-    const float amax = tile_amax<kRounded>(in, dp, dp_scale, delta, numerics::power_of_two(e - 8.0f),
-                                           shared + Plan::kReduce + 16 * group, 1 + group, at);
+    const float own = replace_by_ds<kRounded>(in, dp, dp_scale, delta) * exact_power(e - 8.0f);
+    const float amax = group_maximum(own, shared + Plan::kReduce + 16 * group, 1 + group, at);
+    float exponent = g == kUnset ? 0.0f : g;  // all zero, or NaN that the codes carry
+    if (amax > 0.0f) {
+      const uint32_t raised = __float_as_uint(fmaxf(amax, numerics::kAmaxFloor)) >> 23;  // as numerics::tile_scale
+      exponent = fmaxf(g, static_cast<float>(static_cast<int>(raised) - 127 - 7));
+      if (!fresh) scale_sum<T>(dk, exact_power(g - exponent));
+      g = exponent;
+    }
+    const float unit = exact_power(e - 8.0f - exponent);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float* x = dp + 8 * k;
+      codes[2 * k] = ptx::e4m3_pack(x[0] * unit, x[1] * unit, x[4] * unit, x[5] * unit);
+      codes[2 * k + 1] = ptx::e4m3_pack(x[2] * unit, x[3] * unit, x[6] * unit, x[7] * unit);
+    }
     if (!numerics::is_finite(amax)) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) codes[i] = 0x7f7f7f7fu;
-      return numerics::quiet_nan();
     }
-    float exponent = g;
-    if (amax > 0.0f) {
-      const float raised = log2_of(numerics::tile_scale(amax).scale);
-      exponent = fmaxf(g, raised);
-      scale_sum<T>(dk, numerics::power_of_two(g - exponent));
-      g = exponent;
-    } else if (g == kUnset) {
-      exponent = 0.0f;  // all zero, or NaN that the codes carry
-    }
-    forget(in, at.lane);
-    const float unit = numerics::power_of_two(e - 8.0f - exponent);
-    make_ds_codes<kRounded>(in, dp, dp_scale * unit, unit, delta, codes);
-    return numerics::power_of_two(exponent);
+    return exact_power(exponent);
   }
 
-  // Exponent of a power of two in the normal range.
-  static __device__ __forceinline__ float log2_of(float power) {
-    return static_cast<float>(static_cast<int>(__float_as_uint(power) >> 23) - 127);
-  }
-
-  __device__ __forceinline__ void store_ds(const uint32_t (&codes)[8], float scale, int32_t tile, bool exists,
-                                           int buffer) {
-    uint32_t columns[8];
+  // Each query row gets its 16 keys in rho order: pairs (key, key + 8), transposed. Lane 4 r + t then holds bytes 4 t
+  // ... of query 8 m + r, and a warp's store of eight queries is 128 contiguous bytes.
+  __device__ __forceinline__ void store_ds(const uint32_t (&codes)[8], float scale, int32_t tile) {
+    uint8_t* out = p.chunk.codes + static_cast<int64_t>(tile) * 4096 + 1024 * at.warp + 4 * at.lane;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      columns[2 * k] = __byte_perm(codes[2 * k], codes[2 * k + 1], 0x5140);
-      columns[2 * k + 1] = __byte_perm(codes[2 * k], codes[2 * k + 1], 0x7362);
+      const uint32_t low = ptx::transpose_matrix(__byte_perm(codes[2 * k], codes[2 * k + 1], 0x5140));
+      const uint32_t high = ptx::transpose_matrix(__byte_perm(codes[2 * k], codes[2 * k + 1], 0x7362));
+      *reinterpret_cast<uint32_t*>(out + 256 * k) = low;
+      *reinterpret_cast<uint32_t*>(out + 256 * k + 128) = high;
     }
-    static_assert(T::kStages % 2 == 0, "stages alternate between the two buffers");
-    const uint32_t out = shared + Plan::kDs + (2 * group + (buffer & 1)) * 4096 + at.warp * 1024;
-    if (at.lane == 0) ptx::bulk_store_wait_read<1>();  // the store of two steps ago has read its buffer
-    __syncwarp();
-    ptx::store_matrices_transposed(out + 16 * at.lane, columns);
-    ptx::store_matrices_transposed(out + 512 + 16 * at.lane, columns + 4);
-    ptx::async_proxy_fence();
-    __syncwarp();
-    if (at.lane == 0) {
-      if (exists) {
-        ptx::bulk_store(p.chunk.codes + static_cast<int64_t>(tile) * 4096 + at.warp * 1024, out, 1024);
-        if (at.warp == 0) p.chunk.scale[tile] = scale;
-      } else {
-        ptx::bulk_store_commit_empty();
-      }
-    }
+    if (at.warp == 0 && at.lane == 0) p.chunk.scale[tile] = scale;
   }
 
   // The interval's sums join the CTA's FP32 sums; the item's last interval writes the outputs.
   __device__ __forceinline__ void end_interval(uint32_t stage, bool first, bool last) {
-    const float factor_v = numerics::power_of_two(e - 8.0f) * ptx::load_shared(stage + Plan::kScalars + 16);
-    const float factor_k = numerics::power_of_two(g) * ptx::load_shared(stage + Plan::kScalars + 20);
+    const float factor_v = exact_power(e - 8.0f) * ptx::load_shared(stage + Plan::kScalars + 16);
+    const float factor_k = exact_power(g) * ptx::load_shared(stage + Plan::kScalars + 20);
     float* partial = p.output.partial + static_cast<int64_t>(blockIdx.x) * (4 * kImageRows * T::D) +
                      group * (2 * kImageRows * T::D) + 4 * (32 * at.warp + at.lane);
     float* partial_k = partial + kImageRows * T::D;
@@ -186,35 +172,31 @@ struct KeyConsumer {
     fresh = true;
   }
 
-  __device__ __forceinline__ uint32_t slot() const {
-    return shared + Plan::kSlots + (4 * group + at.warp) * KeySlot::kBytes;
-  }
-
-  __device__ __forceinline__ void write(const TensorView& out, uint32_t offset, const float (&sum)[T::kSlices][N],
+  __device__ __forceinline__ void write(const TensorView& out, uint32_t offset, float (&sum)[T::kSlices][N],
                                         float factor, const float* partial, bool first, float scale) {
     if (!out.data) return;
     uint16_t* row = out.data + ptx::load_shared_long(offset) + at.key * out.seq_stride;
-    const int32_t left = slot_keys() - slot_key() - at.key;  // keys from the thread's first on
-    const bool own = left > 0, own8 = left > 8;
-    write_sum<T>(sum, factor, partial, first, scale, own ? row : nullptr, own8 ? row + 8 * out.seq_stride : nullptr,
-                 at.pair);
+    const int32_t left = slot_int(28) - slot_int(24) - at.key;  // keys from the thread's first on
+    write_sum<T>(sum, factor, partial, first, scale, left > 0 ? row : nullptr,
+                 left > 8 ? row + 8 * out.seq_stride : nullptr, at.pair);
   }
 
   // One query tile. `next` is the stage that follows (this one again at the item's end: a product nobody reads).
-  __device__ __forceinline__ void step(int32_t tile, uint32_t stage, uint32_t next, uint32_t next_full,
-                                       uint32_t next_parity, int32_t ds_tile, int buffer) {
+  __device__ __forceinline__ void step(int32_t tile, uint32_t stage, uint32_t next16, uint32_t next_full,
+                                       uint32_t next_parity, int32_t ds) {
     Probabilities<kRounded> pr;
-    {
-      const int32_t last_key = slot_key() + kImageRows - 1;
-      if (last_key >= slot_keys() || (p.shape.causal && last_key > tile * kImageRows + slot_offset()))
-        mask_scores(s, at, slot_key(), tile * kImageRows, slot_keys(), slot_offset(), p.shape.causal);
-    }
+    const uint32_t stage16 = uniform_address(stage);
+    const bool ready = ptx::barrier_try(next_full, next_parity);
+    if (tile < mask_end)
+      mask_scores(s, at, slot_int(24), tile * kImageRows, slot_int(28), slot_int(32), p.shape.causal);
     probabilities(stage, pr);
-    if constexpr (kAhead) ptx::barrier_wait(next_full, next_parity);
+    if constexpr (kAhead) {
+      if (!ready) ptx::barrier_wait(next_full, next_parity);
+    }
     ptx::mma_fence();
-    if constexpr (T::kDv) add_product<T>(dv, pr.codes, stage + Plan::kDot, !fresh);
-    if constexpr (kAhead) issue_scores(next);
-    if constexpr (!kAhead) issue_gradients(stage);
+    if constexpr (T::kDv) add_product<T>(dv, pr.codes, image_descriptor_at(stage16, Plan::kDot, T::D), !fresh);
+    if constexpr (kAhead) issue_scores(next16);
+    if constexpr (!kAhead) issue_gradients(stage16);
     ptx::mma_commit();
     if constexpr (!kAhead) {
       ptx::mma_wait<0>();
@@ -224,51 +206,53 @@ struct KeyConsumer {
     if constexpr (T::kDk) {
       uint32_t codes[8];
       const float scale = ds_codes(stage, pr, codes);
-      if constexpr (!kAhead) ptx::barrier_wait(next_full, next_parity);
+      if constexpr (!kAhead) {
+        if (!ready) ptx::barrier_wait(next_full, next_parity);
+      }
       ptx::mma_fence();
-      add_product<T>(dk, codes, stage + Plan::kQt, !fresh);
+      add_product<T>(dk, codes, image_descriptor_at(stage16, Plan::kQt, T::D), !fresh);
       if constexpr (kAhead)
-        issue_gradients(next);
+        issue_gradients(next16);
       else
-        issue_scores(next);
+        issue_scores(next16);
       ptx::mma_commit();
-      // Some query of the tile sees the warpgroup's first key.
-      const int32_t key = slot_key(), keys = slot_keys(), offset = slot_offset();
-      const int32_t last_query = min((tile + 1) * kImageRows, keys - offset) - 1;
-      const bool exists = p.chunk.codes && key < min(keys, p.chunk.tile_end * kImageRows) &&
-                          (!p.shape.causal || key <= last_query + offset);
-      store_ds(codes, scale, ds_tile, exists, buffer);
+      if (tile >= ds_begin) store_ds(codes, scale, ds);
     }
     fresh = false;
     settle();
   }
 
-  // What is constant for an item waits in shared memory (KeySlot): the accumulators leave no registers for it.
-  __device__ __forceinline__ int32_t slot_tiles() const { return ptx::load_shared_int(slot() + 20); }
-  __device__ __forceinline__ int32_t slot_first_tile() const { return ptx::load_shared_int(slot() + 24); }
-  __device__ __forceinline__ int32_t slot_key() const { return ptx::load_shared_int(slot() + 28); }
-  __device__ __forceinline__ int32_t slot_keys() const { return ptx::load_shared_int(slot() + 32); }
-  __device__ __forceinline__ int32_t slot_offset() const { return ptx::load_shared_int(slot() + 36); }
+  __device__ __forceinline__ uint32_t slot() const {
+    return shared + Plan::kSlots + (4 * group + at.warp) * KeySlot::kBytes;
+  }
+  __device__ __forceinline__ int32_t slot_int(int offset) const { return ptx::load_shared_int(slot() + offset); }
 
-  __device__ __forceinline__ bool begin(int32_t number) const {
+  __device__ __forceinline__ bool begin(int32_t number, int32_t& tiles) {
     KeyItem item;
     if (!key_item(p, number, item)) return false;
-    const int32_t key = item.block * kBlockRows + group * kImageRows;
-    const int64_t tile = (item.kv_head * p.group - p.chunk.head_first) * p.chunk.tiles_per_head +
-                         p.index.row(item.sequence, item.view.q_block0, item.first_tile) + 2 * item.block + group -
-                         p.index.first;
+    const int32_t key = item.block * kBlockRows + group * kImageRows, last = key + kImageRows - 1;
+    const int64_t ds = (item.kv_head * p.group - p.chunk.head_first) * p.chunk.tiles_per_head +
+                       p.index.row(item.sequence, item.view.q_block0, item.first_tile) + 2 * item.block + group -
+                       p.index.first;
+    constexpr int32_t kNever = 0x7fffffff;
+    // Tiles before mask_end have keys that some query does not see; tiles from ds_begin on see the first key.
+    mask_end = last >= item.view.k_rows ? kNever
+               : !p.shape.causal        ? 0
+                                        : (last - item.offset + kImageRows - 1) / kImageRows;
+    ds_begin = !p.shape.causal || key < item.offset ? 0 : (key - item.offset) / kImageRows;
+    if (!p.chunk.codes || key >= min(item.view.k_rows, p.chunk.tile_end * kImageRows)) ds_begin = kNever;
+    tiles = item.tiles;
     __syncwarp();
     if (at.lane == 0) {
-      const Sequences& all = p.shape.sequences;
       for (const TensorView* out : {&p.output.dv, &p.output.dk})
-        ptx::store_shared_long(slot() + (out == &p.output.dv ? 0 : 8),
-                               row_pointer(*out, all, item.sequence, item.view.k_first, key, item.kv_head) - out->data);
-      ptx::store_shared_int(slot() + 16, static_cast<int32_t>(tile));
-      ptx::store_shared_int(slot() + 20, item.tiles);
-      ptx::store_shared_int(slot() + 24, item.first_tile);
-      ptx::store_shared_int(slot() + 28, key);
-      ptx::store_shared_int(slot() + 32, item.view.k_rows);
-      ptx::store_shared_int(slot() + 36, item.offset);
+        ptx::store_shared_long(
+            slot() + (out == &p.output.dv ? 0 : 8),
+            row_pointer(*out, p.shape.sequences, item.sequence, item.view.k_first, key, item.kv_head) - out->data);
+      ptx::store_shared_int(slot() + 16, static_cast<int32_t>(ds));
+      ptx::store_shared_int(slot() + 20, item.first_tile);
+      ptx::store_shared_int(slot() + 24, key);
+      ptx::store_shared_int(slot() + 28, item.view.k_rows);
+      ptx::store_shared_int(slot() + 32, item.offset);
     }
     __syncwarp();
     if (item.first_tile == item.tiles) zero();
@@ -278,52 +262,54 @@ struct KeyConsumer {
   __device__ __forceinline__ void run() {
     StageRing<T::kStages> ring;
     uint32_t keys_parity = 0;
+    const int32_t shift = p.index.packed ? static_cast<int32_t>(p.index.shift) + 1 : 0x40000000;
     for (int32_t number = static_cast<int32_t>(blockIdx.x); number < p.items;
          number += static_cast<int32_t>(gridDim.x)) {
-      if (!begin(number)) continue;
+      int32_t tiles;
+      if (!begin(number, tiles)) continue;
       ptx::barrier_wait(shared + Plan::kKeysFull, keys_parity);
       keys_parity ^= 1;
-      int32_t tile = slot_first_tile(), head = 0, ds = ptx::load_shared_int(slot() + 16);
-      bool more = tile < slot_tiles(), first = true;
+      int32_t tile = slot_int(20), head = 0, ds = slot_int(16);
+      bool more = tile < tiles, first = true;
       if (more) {
         ptx::barrier_wait(shared + Plan::full(ring.stage()), ring.parity());
+        const uint32_t stage16 = uniform_address(shared + Plan::stage(ring.stage()));
         ptx::mma_fence();
-        issue_scores(shared + Plan::stage(ring.stage()));
-        if constexpr (kAhead) issue_gradients(shared + Plan::stage(ring.stage()));
+        issue_scores(stage16);
+        if constexpr (kAhead) issue_gradients(stage16);
         ptx::mma_commit();
         settle();
       }
 #pragma unroll 1
       while (more) {
-        const bool head_ends = tile + 1 == slot_tiles();
+        const bool head_ends = tile + 1 == tiles;
         more = !head_ends || head + 1 < p.group;
         const auto next = more ? ring.next() : ring;
-        step(tile, shared + Plan::stage(ring.stage()), shared + Plan::stage(next.stage()),
-             shared + Plan::full(next.stage()), next.parity(), ds, ring.stage());
+        const uint32_t stage = shared + Plan::stage(ring.stage());
+        step(tile, stage, uniform_address(shared + Plan::stage(next.stage())), shared + Plan::full(next.stage()),
+             next.parity(), ds);
         if (tile % kIntervalTiles == kIntervalTiles - 1 || head_ends) {
-          end_interval(shared + Plan::stage(ring.stage()), first, !more);
+          end_interval(stage, first, !more);
           first = false;
         }
         __syncwarp();
         if (at.lane == 0) ptx::barrier_arrive(shared + Plan::empty(ring.stage()));
         ring.advance();
-        ds +=
-            p.index.packed ? max(0, min(tile + 1 + static_cast<int32_t>(p.index.shift), p.index.width)) : p.index.width;
+        ds += max(0, min(tile + shift, p.index.width));
         ++tile;
         if (head_ends && more) {
-          tile = slot_first_tile();
-          ds = ptx::load_shared_int(slot() + 16) + ++head * static_cast<int32_t>(p.chunk.tiles_per_head);
+          tile = slot_int(20);
+          ds = slot_int(16) + ++head * static_cast<int32_t>(p.chunk.tiles_per_head);
         }
       }
       if (at.lane == 0) ptx::barrier_arrive(shared + Plan::kKeysEmpty);
     }
-    if (T::kDk && at.lane == 0) ptx::bulk_store_wait_all();
   }
 
   // Keys that no query sees.
   __device__ __forceinline__ void zero() const {
     for (int row = at.key; row < at.key + 16; row += 8) {
-      if (slot_key() + row >= slot_keys()) continue;
+      if (slot_int(24) + row >= slot_int(28)) continue;
       for (const TensorView* out : {&p.output.dv, &p.output.dk}) {
         const bool is_dv = out == &p.output.dv;
         if (!out->data || !(is_dv ? T::kDv : T::kDk)) continue;
@@ -362,7 +348,15 @@ __global__ void __launch_bounds__(T::kThreads, 1) key_gradients_kernel(const __g
       key_biases<T>(p, shared);
   } else {
     ptx::registers_raise<T::kConsumerRegisters>();
-    KeyConsumer<T, kRounded> consumer{p, shared, warpgroup - 1, LaneMap(thread)};
+    const int group = warpgroup - 1;
+    const uint32_t image16 = group * (T::kImage / 16);
+    KeyConsumer<T, kRounded> consumer{p,
+                                      shared,
+                                      group,
+                                      LaneMap(thread),
+                                      uniform_address(shared) + image16,
+                                      image16,
+                                      static_cast<uint32_t>(group * (kImageRows * kBiasBytes / 16))};
     consumer.run();
   }
 }

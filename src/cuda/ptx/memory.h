@@ -36,6 +36,25 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether that phase has completed; may wait for a moment.
+__device__ __forceinline__ bool barrier_try(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+// barrier_wait of threads with nothing else to do: sleeps longer, so that it does not take issue slots from others.
+__device__ __forceinline__ void barrier_wait_idle(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 20000;\n"
+      "@!done bra again_%=; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // ---- bulk copies: addresses and sizes are multiples of 16 bytes ----
 
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
@@ -125,6 +144,12 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* x) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address)
                : "memory");
+}
+// An 8 x 8 matrix of 16-bit elements, transposed: lane 4 r + t holds columns 2 t, 2 t + 1 of row r.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 // Four 8 x 8 matrices of 16-bit elements, each transposed; lane 8 i + r gives the address of row r of matrix i.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, const uint32_t* x) {

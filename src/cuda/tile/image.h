@@ -43,6 +43,15 @@ __device__ __forceinline__ uint64_t image_descriptor(uint32_t shared, int rows) 
   return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | (static_cast<uint64_t>(rows) << 16) |
          (static_cast<uint64_t>(128 >> 4) << 32);
 }
+// The same from a shared address / 16 that the whole warp shares (uniform_address) and a constant byte offset: one
+// addition in the uniform data path, where the general form costs a move from vector registers for every descriptor.
+__device__ __forceinline__ uint64_t image_descriptor_at(uint32_t base16, int offset, int rows) {
+  return (static_cast<uint64_t>(128 >> 4) << 32) |
+         (base16 + (static_cast<uint32_t>(offset) >> 4) + (static_cast<uint32_t>(rows) << 16));
+}
+__device__ __forceinline__ uint32_t uniform_address(uint32_t shared) {
+  return __shfl_sync(0xffffffffu, (shared & 0x3ffffu) >> 4, 0);
+}
 // What to add to a descriptor for the next k = 32 step, and for `rows` rows further down.
 __device__ __forceinline__ constexpr uint64_t image_step(int rows) { return static_cast<uint64_t>(2 * rows); }
 __device__ __forceinline__ constexpr uint64_t image_rows(int rows) { return static_cast<uint64_t>(rows); }
