@@ -1,117 +1,110 @@
-// The biases of one 128-key block of a KV head for all mean blocks of a query head: mu . (k - mean), in FP32.
+// The biases of 64 keys for all mean blocks of a query head, mu . (k - mean), on the tensor cores.
 //
-// 128 threads, 8 x 16: a thread has kRows mean blocks and the keys 4 n ... 4 n + 3 of both images of the block, so 8 kRows
-// accumulators, each one chain of fused multiply-adds over ascending channels (docs/numerics.md, section 1). Sixteen
-// neighbouring lanes have the same rows: an image's largest bias needs four shuffles.
+// mu is BF16. k - mean in FP32 is the sum of three BF16 numbers, each the upper half of what is left (8 of its 24 bits),
+// so products are exact; those of the two small terms have accumulators of their own, added at the end.
 //
-// Operands pass through shared memory 32 channels at a time, as [channel][row or key]. Loads take whole lines of a row;
-// an exclusive-or on the row or key, by channel, spreads the transposed stores over the banks and keeps fours together.
+// Grade: bounded. One step of 16 channels truncates its terms at 2^-24 or less of the largest of them and of the
+// accumulator, then its sum to 24 bits. After D / 16 steps a bias is off by about D 2^-24 of sum |mu| |k - mean| at
+// worst, which is also what D fused multiply-adds may lose; signs vary, so that 2^-20 holds with room. The order is
+// fixed: the bits follow from the inputs alone, and forward and backward see the same biases. What is not finite stays
+// so: an infinity leaves NaN in the lower terms, and a NaN is one in every term.
+//
+// A warp has 16 keys and up to 64 mean blocks. Channels are contracted in an order in which a lane's share of a chunk of
+// 32 channels is 8 neighbours, one load: of step s (0, 1) lane t of four has channels 8 t + 4 s ... 8 t + 4 s + 3.
 #pragma once
 
 #include "cuda/collective/pack_rows.h"
+#include "cuda/ptx/mma.h"
 
 namespace dmattn::cuda::pack {
 
 constexpr int kBiasThreads = 128;
-constexpr int kBiasStep = 32;                                            // channels in shared memory
-constexpr int kBiasRowThreads = 8, kBiasKeyThreads = 16, kBiasKeys = 8;  // kBiasKeys: of a thread
+constexpr int kBiasWarps = kBiasThreads / 32;
+constexpr int kBiasKeys = kImageRows / kBiasWarps;  // of a warp
+constexpr int kBiasChannels = 32;                   // of a chunk
+constexpr int kMeanTile = 16;                       // mean blocks of a product
 
-template <int kRows>
+// Fragments of mu as ptx::multiply_bf16 takes them, and the K mean.
+template <int kDim, int kTiles>
 struct BiasStage {
-  static constexpr int kMeans = kBiasRowThreads * kRows;
-  static constexpr int kFours = kMeans / 4;  // a power of two
-  float mean[kBiasStep][kMeans];
-  float key[kBiasStep][kBlockRows];
-
-  static __device__ __forceinline__ int mean_at(int channel, int row) {
-    return row ^ (4 * ((channel / 4) % (kFours < 8 ? kFours : 8)));
-  }
-  static __device__ __forceinline__ int key_at(int channel, int key) { return key ^ (8 * ((channel / kChunk) % 4)); }
+  static constexpr int kChunks = kDim / kBiasChannels;
+  uint4 mu[kChunks][2][kTiles][32];
+  float4 k_mean[kDim / 4];
 };
 
-// mu of the mean blocks [0, blocks), rows of `head_dim` floats; zero beyond.
-template <int kRows>
-__device__ __forceinline__ void stage_means(BiasStage<kRows>& stage, const float* mean, int blocks, int head_dim,
-                                            int first) {
-  using Stage = BiasStage<kRows>;
-#pragma unroll
-  for (int at = threadIdx.x; at < Stage::kMeans * kBiasStep / 4; at += kBiasThreads) {
-    const int row = at / (kBiasStep / 4), c = 4 * (at % (kBiasStep / 4));
-    float4 x = {0, 0, 0, 0};
-    if (row < blocks) x = *reinterpret_cast<const float4*>(mean + row * head_dim + first + c);
-    const int column = Stage::mean_at(c, row);
-    stage.mean[c][column] = x.x;
-    stage.mean[c + 1][column] = x.y;
-    stage.mean[c + 2][column] = x.z;
-    stage.mean[c + 3][column] = x.w;
-  }
+// Two BF16 numbers from the upper halves of a and b.
+__device__ __forceinline__ uint32_t upper_halves(float a, float b) {
+  return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
+}
+__device__ __forceinline__ float below_upper_half(float x) {
+  return __fsub_rn(x, __uint_as_float(__float_as_uint(x) & 0xffff0000u));
 }
 
-// k - mean of the block's keys; zero where there is no key.
-template <int kRows>
-__device__ __forceinline__ void stage_keys(BiasStage<kRows>& stage, const RowSource& keys, const float* k_mean,
-                                           int first) {
-  using Stage = BiasStage<kRows>;
-  constexpr int kChunks = kBiasStep / kChunk, kPasses = kBlockRows * kChunks / kBiasThreads;
-  const int chunk = threadIdx.x % kChunks, key0 = threadIdx.x / kChunks;
-  alignas(16) float mean[kChunk];
-  *reinterpret_cast<float4*>(mean) = __ldg(reinterpret_cast<const float4*>(k_mean + first + kChunk * chunk));
-  *reinterpret_cast<float4*>(mean + 4) = __ldg(reinterpret_cast<const float4*>(k_mean + first + kChunk * chunk + 4));
-  const auto key_of = [&](int pass) { return key0 + pass * (kBiasThreads / kChunks); };
-  const auto address = [&](int pass) { return keys.first + key_of(pass) * keys.stride + first + kChunk * chunk; };
-  const auto put = [&](int pass, const Chunk& x) {
-    const int key = key_of(pass);
+// mu of the mean blocks [0, blocks), rows of kDim floats; zero beyond. The caller synchronises.
+template <int kDim, int kTiles>
+__device__ __forceinline__ void stage_means(BiasStage<kDim, kTiles>& stage, const float* mean, int blocks,
+                                            const float* k_mean) {
+  using Stage = BiasStage<kDim, kTiles>;
+  const int lane = threadIdx.x % 32, row = lane / 4, channel = kChunk * (lane % 4);
+  for (int at = threadIdx.x / 32; at < Stage::kChunks * kTiles; at += kBiasWarps) {
+    const int chunk = at / kTiles, tile = at % kTiles;
+    float4 x[2][2] = {};  // rows row and row + 8, steps
 #pragma unroll
-    for (int c = 0; c < kChunk; ++c)
-      stage.key[kChunk * chunk + c][Stage::key_at(kChunk * chunk, key)] =
-          key < keys.rows ? __fsub_rn(channel(x, c), mean[c]) : 0.0f;
-  };
-  if (keys.aligned) {
-#pragma unroll 1  // registers are short
-    for (int pass = 0; pass < kPasses; pass += 2) {
-      Chunk x[2] = {};
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (key_of(pass + i) < keys.rows) x[i] = load_chunk(address(pass + i));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) put(pass + i, x[i]);
+    for (int h = 0; h < 2; ++h) {
+      const int block = kMeanTile * tile + row + 8 * h;
+      if (block >= blocks) continue;
+      const auto* const from = reinterpret_cast<const float4*>(mean + block * kDim + kBiasChannels * chunk + channel);
+      x[h][0] = from[0];
+      x[h][1] = from[1];
     }
-  } else {
-#pragma unroll 1  // rare, and registers are short
-    for (int pass = 0; pass < kPasses; ++pass)
-      put(pass, key_of(pass) < keys.rows ? load_chunk_by_elements(address(pass)) : Chunk{});
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+      stage.mu[chunk][s][tile][lane] = {upper_halves(x[0][s].x, x[0][s].y), upper_halves(x[1][s].x, x[1][s].y),
+                                        upper_halves(x[0][s].z, x[0][s].w), upper_halves(x[1][s].z, x[1][s].w)};
   }
+  for (int at = threadIdx.x; at < kDim / 4; at += kBiasThreads)
+    stage.k_mean[at] = reinterpret_cast<const float4*>(k_mean)[at];
 }
 
-// This thread's accumulators take the staged channels. `row`: its first mean block, `key`: 4 n.
-template <int kRows>
-__device__ __forceinline__ void multiply_stage(const BiasStage<kRows>& stage, int row, int key,
-                                               float (&sum)[kRows][kBiasKeys]) {
-  using Stage = BiasStage<kRows>;
-#pragma unroll 1  // eight channels at a time: more addresses than that would not fit the registers
-  for (int first = 0; first < kBiasStep; first += kChunk)
+// A lane's two keys of a warp's 16: keys bias_key(lane, 0) and 2 more. So that its results are of four neighbouring
+// keys, column n of product j is key 4 (n / 2) + 2 j + n % 2.
+constexpr int kLaneKeys = 2;
+__device__ __forceinline__ int bias_key(int lane, int j) { return 4 * (lane / 8) + 2 * j + lane / 4 % 2; }
+
+// The accumulators take one chunk of channels of the warp's keys.
+template <int kDim, int kTiles>
+__device__ __forceinline__ void multiply_chunk(const BiasStage<kDim, kTiles>& stage, int chunk,
+                                               const Chunk (&k)[kLaneKeys], float (&large)[kTiles][kLaneKeys][4],
+                                               float (&small)[kTiles][kLaneKeys][4]) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const int c = first + i;
-      const float* const mean = &stage.mean[c][0];
-      alignas(16) float mu[kRows], k[kBiasKeys];
-      if constexpr (kRows >= 4) {
+  for (int s = 0; s < 2; ++s) {
+    const float4 mean = stage.k_mean[(kBiasChannels * chunk + kChunk * (lane % 4)) / 4 + s];
+    uint32_t high[kLaneKeys][2], middle[kLaneKeys][2], low[kLaneKeys][2];
 #pragma unroll
-        for (int r = 0; r < kRows; r += 4)
-          *reinterpret_cast<float4*>(mu + r) = *reinterpret_cast<const float4*>(mean + Stage::mean_at(c, row + r));
-      } else if constexpr (kRows == 2) {
-        *reinterpret_cast<float2*>(mu) = *reinterpret_cast<const float2*>(mean + Stage::mean_at(c, row));
-      } else {
-        mu[0] = mean[Stage::mean_at(c, row)];
+    for (int j = 0; j < kLaneKeys; ++j)
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        float a = __fsub_rn(channel(k[j], 4 * s + 2 * pair), pair ? mean.z : mean.x);
+        float b = __fsub_rn(channel(k[j], 4 * s + 2 * pair + 1), pair ? mean.w : mean.y);
+        high[j][pair] = upper_halves(a, b);
+        a = below_upper_half(a), b = below_upper_half(b);
+        middle[j][pair] = upper_halves(a, b);
+        low[j][pair] = upper_halves(below_upper_half(a), below_upper_half(b));
       }
-      const float* const keys = &stage.key[c][Stage::key_at(c, key)];
-      *reinterpret_cast<float4*>(k) = *reinterpret_cast<const float4*>(keys);
-      *reinterpret_cast<float4*>(k + 4) = *reinterpret_cast<const float4*>(keys + kImageRows);
+    uint4 mu[kTiles];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r)
+    for (int m = 0; m < kTiles; ++m) mu[m] = stage.mu[chunk][s][m][lane];
+    const auto multiply = [&](float(&sum)[kTiles][kLaneKeys][4], const uint32_t(&x)[kLaneKeys][2]) {
 #pragma unroll
-        for (int j = 0; j < kBiasKeys; ++j) sum[r][j] = __fmaf_rn(k[j], mu[r], sum[r][j]);
-    }
+      for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int j = 0; j < kLaneKeys; ++j) ptx::multiply_bf16(sum[m][j], mu[m], x[j][0], x[j][1]);
+    };
+    multiply(small, low);
+    multiply(large, high);
+    multiply(small, middle);
+  }
 }
 
 }  // namespace dmattn::cuda::pack

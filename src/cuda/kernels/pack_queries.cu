@@ -2,9 +2,12 @@
 // (docs/numerics.md, section 1: "Q mean", "Column bias"). Without centring: codes of q alone.
 //
 // Three launches. query_means: a CTA per mean block and query head; its threads add up 64 rows of 8 channels each, and
-// those partial sums are added ascending. column_bias: a CTA per 128 keys and query head (collective/bias_gemm.h). It
-// covers every key, seen or not, as the guard asks for all of the sequence. query_codes: a CTA of 2 D threads per block
-// of 128 rows and query head (collective/pack_rows.h); a thread has four rows of either image.
+// those partial sums are added ascending. column_bias: a CTA walks images of 64 keys of a query head, a quarter of one a
+// warp (collective/bias_gemm.h). It covers every key, seen or not, as the guard asks for all of the sequence.
+// query_codes: a CTA of 2 D threads per block of 128 rows and query head (collective/pack_rows.h); a thread has four
+// rows of either image.
+#include <algorithm>
+
 #include "cuda/collective/bias_gemm.h"
 #include "cuda/collective/bias_guard.h"
 #include "cuda/collective/pack_launch.h"
@@ -94,62 +97,140 @@ __global__ void __launch_bounds__(MeanThreads<kDim>::kThreads)
   for (int i = 0; i < pack::kChunk; ++i) out[i] = numerics::bf16_round(__fdiv_rn(total[i], static_cast<float>(rows)));
 }
 
-template <int kRows>
-__global__ void __launch_bounds__(pack::kBiasThreads, 4)
-    column_bias(Shape shape, int32_t head_dim, TensorView k, KeyCodes keys, QueryCodes codes) {
-  using Stage = pack::BiasStage<kRows>;
+// 64 keys of a KV head, for the mean blocks of one query head.
+struct BiasItem {
+  int32_t head, kv_head, owner;  // owner: sequence, -1 if none
+  int32_t image;                 // 2 * padded block + half
+  int32_t means;                 // mean blocks of the sequence
+  int32_t first, rows;           // first key within the sequence; keys from there on (may be below 1)
+  SequenceView view;
+};
+
+__device__ __forceinline__ BiasItem bias_item(const Shape& shape, uint32_t item) {
   const Sequences& s = shape.sequences;
-  const int32_t head = static_cast<int32_t>(blockIdx.x / static_cast<uint32_t>(s.k_blocks));
-  const int32_t block = static_cast<int32_t>(blockIdx.x % static_cast<uint32_t>(s.k_blocks));
-  const int32_t b = k_block_owner(s, block);
-  if (b < 0) return;
-  const SequenceView view = sequence_view(s, b);
-  const int32_t span = mean_span(view), q_blocks = (view.q_rows + kBlockRows - 1) / kBlockRows;
-  const int32_t means = min((q_blocks + span - 1) / span, shape.mean_blocks_max);
-  const int32_t kv_head = head / (shape.q_heads / shape.kv_heads);
-  const int32_t first_key = (block - view.k_block0) * kBlockRows, keys_left = view.k_rows - first_key;
-  const pack::RowSource source = pack::row_source(k, s, b, view.k_first, first_key, kv_head, keys_left);
-  const float* const k_mean = keys.k_mean + (static_cast<int64_t>(kv_head) * s.batch + b) * head_dim;
-  const float* const mean = codes.mean + mean_index(shape, head, b, 0) * head_dim;
+  BiasItem out;
+  const uint32_t images = 2 * static_cast<uint32_t>(s.k_blocks);
+  out.head = static_cast<int32_t>(item / images);
+  out.image = static_cast<int32_t>(item % images);
+  out.kv_head = out.head / (shape.q_heads / shape.kv_heads);
+  out.owner = k_block_owner(s, out.image / 2);
+  out.means = out.rows = 0;
+  if (out.owner < 0) return out;
+  out.view = sequence_view(s, out.owner);
+  const int32_t span = mean_span(out.view), q_blocks = (out.view.q_rows + kBlockRows - 1) / kBlockRows;
+  out.means = min((q_blocks + span - 1) / span, shape.mean_blocks_max);
+  out.first = (out.image - 2 * out.view.k_block0) * kImageRows;
+  out.rows = out.view.k_rows - out.first;
+  return out;
+}
 
+constexpr int bias_ctas(int tiles, bool aligned) { return !aligned ? 2 : tiles == 4 ? 3 : 4; }  // of a multiprocessor
+
+// Items [items * CTA / CTAs, items * (CTA + 1) / CTAs). Rows are loaded a few chunks ahead, also across items.
+template <int kDim, int kTiles, bool kAligned>
+__global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned))
+    column_bias(Shape shape, TensorView k, KeyCodes keys, QueryCodes codes, uint32_t items, uint32_t ctas) {
+  using Stage = pack::BiasStage<kDim, kTiles>;
+  constexpr int kAhead = Stage::kChunks < 4 ? Stage::kChunks : 4;
+  const Sequences& s = shape.sequences;
+  const auto border = [&](uint32_t cta) { return static_cast<uint32_t>(static_cast<uint64_t>(items) * cta / ctas); };
+  const uint32_t end = border(blockIdx.x + 1);
+  uint32_t item = border(blockIdx.x);
   __shared__ __align__(16) Stage stage;
-  const int row = kRows * (threadIdx.x / pack::kBiasKeyThreads), key = 4 * (threadIdx.x % pack::kBiasKeyThreads);
-  const bool busy = kRows * (threadIdx.x / 32 * 2) < means;  // some row of this warp exists
-  float sum[kRows][pack::kBiasKeys] = {};
-  for (int first = 0; first < head_dim; first += pack::kBiasStep) {
-    if (first > 0) __syncthreads();
-    pack::stage_means<kRows>(stage, mean, means, head_dim, first);
-    pack::stage_keys<kRows>(stage, source, k_mean, first);
-    __syncthreads();
-    if (busy) pack::multiply_stage<kRows>(stage, row, key, sum);
-  }
-  if (!busy) return;
+  __shared__ uint32_t image_amax[2][pack::kBiasWarps][pack::kMeanTile * kTiles];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane_key = pack::kBiasKeys * warp + pack::bias_key(lane, 0);
+  const int key = pack::kBiasKeys * warp + 4 * (lane % 4);  // first of this lane's four results
 
-  const float* const k_scale = keys.k_scale + (static_cast<int64_t>(kv_head) * s.k_blocks + block) * 2;
+  struct Rows {  // of this lane
+    const uint16_t* first;
+    int32_t count;
+  };
+  const auto rows_of = [&](const BiasItem& at) -> Rows {
+    if (at.means == 0) return {k.data, 0};
+    return {row_pointer(k, s, at.owner, at.view.k_first, at.first + lane_key, at.kv_head) + pack::kChunk * (lane % 4),
+            at.rows - lane_key};
+  };
+  Chunk ahead[kAhead][pack::kLaneKeys];
+  const auto load = [&](const Rows& rows, int chunk) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t line = static_cast<int64_t>(head) * shape.mean_blocks_max + row + r;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float x[4];
-      uint32_t amax = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        x[j] = kImageRows * half + key + j < keys_left ? sum[r][4 * half + j] : 0.0f;
-        amax = max(amax, pack::magnitude_bits(x[j]));
-      }
-#pragma unroll
-      for (int lane = pack::kBiasKeyThreads / 2; lane > 0; lane /= 2)
-        amax = max(amax, __shfl_xor_sync(pack::kAllLanes, amax, lane));
-      if (row + r >= means) continue;
-      float* const out = codes.bias + (line * s.k_blocks + block) * kBlockRows + kImageRows * half + key;
-      *reinterpret_cast<float4*>(out) = {x[0], x[1], x[2], x[3]};
-      if (key != 0) continue;
-      float most = __uint_as_float(amax);
-      if (!numerics::is_finite(most)) most = numerics::quiet_nan();
-      // An all-zero image has no bias; a NaN surfaces through its own scale.
-      codes.bias_amax[(line * s.k_blocks + block) * 2 + half] = k_scale[half] > 0 ? most : 0.0f;
+    for (int j = 0; j < pack::kLaneKeys; ++j) {
+      const uint16_t* const from = rows.first + 2 * j * k.seq_stride + pack::kBiasChannels * chunk;
+      Chunk& to = ahead[chunk % kAhead][j];
+      to = Chunk{};
+      if (2 * j < rows.count) to = kAligned ? pack::load_chunk(from) : pack::load_chunk_by_elements(from);
     }
+  };
+
+  if (item >= end) return;
+  BiasItem next = bias_item(shape, item);
+  Rows next_rows = rows_of(next);
+#pragma unroll
+  for (int chunk = 0; chunk < kAhead; ++chunk) load(next_rows, chunk);
+  int32_t staged_head = -1, staged_owner = -1;
+  for (int parity = 0; item < end; parity ^= 1) {
+    const BiasItem at = next;
+    const Rows rows = next_rows;
+    next_rows.count = 0;
+    if (++item < end) {
+      next = bias_item(shape, item);
+      next_rows = rows_of(next);
+    }
+    if (at.means == 0) {
+#pragma unroll
+      for (int chunk = 0; chunk < kAhead; ++chunk) load(next_rows, chunk);
+      continue;
+    }
+    if (at.head != staged_head || at.owner != staged_owner) {  // nobody reads the stage: a barrier ends every item
+      pack::stage_means(stage, codes.mean + mean_index(shape, at.head, at.owner, 0) * kDim, at.means,
+                        keys.k_mean + (static_cast<int64_t>(at.kv_head) * s.batch + at.owner) * kDim);
+      staged_head = at.head, staged_owner = at.owner;
+      __syncthreads();
+    }
+
+    float large[kTiles][pack::kLaneKeys][4] = {}, small[kTiles][pack::kLaneKeys][4] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < Stage::kChunks; ++chunk) {
+      pack::multiply_chunk(stage, chunk, ahead[chunk % kAhead], large, small);
+      if (chunk + kAhead < Stage::kChunks) {
+        load(rows, chunk + kAhead);
+      } else {
+        load(next_rows, chunk + kAhead - Stage::kChunks);
+      }
+    }
+
+    const int64_t line0 = static_cast<int64_t>(at.head) * shape.mean_blocks_max;
+    const int64_t line_keys = static_cast<int64_t>(s.k_blocks) * kBlockRows;
+    float* const out = codes.bias + line0 * line_keys + static_cast<int64_t>(at.image) * kImageRows + key;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = pack::kMeanTile * m + lane / 4 + 8 * h;
+        float x[4];
+        uint32_t amax = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float bias = __fadd_rn(large[m][i / 2][2 * h + i % 2], small[m][i / 2][2 * h + i % 2]);
+          x[i] = key + i < at.rows ? bias : 0.0f;
+          amax = max(amax, pack::magnitude_bits(x[i]));
+        }
+        if (row < at.means) *reinterpret_cast<float4*>(out + row * line_keys) = {x[0], x[1], x[2], x[3]};
+        amax = max(amax, __shfl_xor_sync(pack::kAllLanes, amax, 1));
+        amax = max(amax, __shfl_xor_sync(pack::kAllLanes, amax, 2));
+        if (lane % 4 == 0) image_amax[parity][warp][row] = amax;
+      }
+    __syncthreads();
+    const int row = threadIdx.x;
+    if (row >= at.means) continue;
+    uint32_t amax = 0;
+#pragma unroll
+    for (int w = 0; w < pack::kBiasWarps; ++w) amax = max(amax, image_amax[parity][w][row]);
+    float most = __uint_as_float(amax);
+    if (!numerics::is_finite(most)) most = numerics::quiet_nan();
+    // An all-zero image has no bias; a NaN surfaces through its own scale.
+    const float k_scale = keys.k_scale[static_cast<int64_t>(at.kv_head) * 2 * s.k_blocks + at.image];
+    codes.bias_amax[(line0 + row) * 2 * s.k_blocks + at.image] = k_scale > 0 ? most : 0.0f;
   }
 }
 
@@ -231,21 +312,24 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
     }
 }
 
+template <int kDim>
 cudaError_t launch_bias(const Launch& launch, const Shape& shape, const TensorView& k, const KeyCodes& keys,
                         const QueryCodes& codes) {
-  const int64_t ctas = static_cast<int64_t>(shape.sequences.k_blocks) * shape.q_heads;
-  if (ctas == 0) return cudaSuccess;
-  if (!pack::fits_grid(ctas)) return cudaErrorInvalidConfiguration;
-  const auto start = [&](auto kernel) {
-    kernel<<<static_cast<uint32_t>(ctas), pack::kBiasThreads, 0, launch.stream>>>(shape, launch.head_dim, k, keys,
-                                                                                  codes);
+  const int64_t images = int64_t{2} * shape.sequences.k_blocks * shape.q_heads;
+  if (images == 0) return cudaSuccess;
+  if (!pack::fits_grid(images)) return cudaErrorInvalidConfiguration;
+  const auto items = static_cast<uint32_t>(images);
+  const auto start = [&](auto kernel, int ctas_each) {
+    const auto ctas = static_cast<uint32_t>(std::min<int64_t>(images, int64_t{ctas_each} * launch.multiprocessors));
+    kernel<<<ctas, pack::kBiasThreads, 0, launch.stream>>>(shape, k, keys, codes, items, ctas);
     return cudaGetLastError();
   };
-  const int32_t rows = (shape.mean_blocks_max + pack::kBiasRowThreads - 1) / pack::kBiasRowThreads;
-  if (rows <= 1) return start(column_bias<1>);
-  if (rows <= 2) return start(column_bias<2>);
-  if (rows <= 4) return start(column_bias<4>);
-  return rows <= 8 ? start(column_bias<8>) : cudaErrorInvalidValue;
+  const int32_t tiles = (shape.mean_blocks_max + pack::kMeanTile - 1) / pack::kMeanTile;
+  if (tiles > 4) return cudaErrorInvalidValue;
+  if (!k.aligned) return start(column_bias<kDim, 4, false>, bias_ctas(4, false));
+  if (tiles <= 1) return start(column_bias<kDim, 1, true>, bias_ctas(1, true));
+  if (tiles <= 2) return start(column_bias<kDim, 2, true>, bias_ctas(2, true));
+  return start(column_bias<kDim, 4, true>, bias_ctas(4, true));
 }
 
 template <int kDim>
@@ -258,7 +342,7 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const TensorVi
     query_means<kDim>
         <<<static_cast<uint32_t>(blocks), MeanThreads<kDim>::kThreads, 0, launch.stream>>>(shape, q, codes);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    if (const cudaError_t error = launch_bias(launch, shape, k, keys, codes); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_bias<kDim>(launch, shape, k, keys, codes); error != cudaSuccess) return error;
   }
   query_codes<kDim><<<static_cast<uint32_t>(blocks), 2 * kDim, 0, launch.stream>>>(shape, q, keys, codes);
   return cudaGetLastError();
