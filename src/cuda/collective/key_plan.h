@@ -20,7 +20,7 @@ struct KeyTraits {
   static constexpr int kSlice = D < 128 ? D : 128;  // width of one product of dV and dK
   static constexpr int kSlices = D / kSlice;
   static constexpr int kStages = D == 256 && kDk ? 2 : 4;  // 227 KB is the limit
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
   // Registers change hands only within what the CTA starts with, 168 a thread; asking for more would wait forever.
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
@@ -31,9 +31,13 @@ struct KeyTraits {
 //   16 ds_tile      index in the chunk of the first head's first tile
 //   20 first_tile   of each head
 //   24 key          the warpgroup's first; 28 keys of the sequence; 32 offset: query q sees key j if j <= q + offset
+//   36 the next item; 40 parity of the barrier of K and V
 struct KeySlot {
-  static constexpr int kBytes = 40;
+  static constexpr int kBytes = 48;
 };
+
+constexpr int kMostItems = 512;  // of a CTA and launch
+constexpr int kWorkBytes = 32;
 
 // Byte offsets in dynamic shared memory.
 template <class T>
@@ -53,8 +57,8 @@ struct KeyPlan {
   static constexpr int kStageBytes = kScalars + 128;
   static constexpr int kOnes = kStage0 + T::kStages * kStageBytes;  // constant operand of the bias step
   static constexpr int kReduce = kOnes + kImageRows * kBiasBytes;   // [warpgroup][4 warps] amax
-  static constexpr int kWork = kReduce + 64;                        // [2 bias warps] constants of an item
-  static constexpr int kSlots = kWork + 64;                         // [8 consumer warps] KeySlot
+  static constexpr int kWork = kReduce + 64;                        // [kMostItems] KeyWork of the CTA's items, in turn
+  static constexpr int kSlots = kWork + kMostItems * kWorkBytes;    // [8 consumer warps] KeySlot
   static constexpr int kBarriers = kSlots + 8 * KeySlot::kBytes;
   static constexpr int kBytes = kBarriers + 8 * (2 * T::kStages + 2);
   static_assert(kBytes <= 227 * 1024);
@@ -92,7 +96,8 @@ struct KeyParams {
   DsChunk chunk;
   DsIndex index;
   KeyGradients output;
-  int32_t items;
+  int32_t items;          // of this launch
+  int32_t item_first;     // its first
   int32_t item_heads;     // KV heads of the chunk times batch
   int32_t kv_head_first;  // of the chunk
   int32_t group;          // query heads of a KV head
@@ -107,7 +112,7 @@ __device__ __forceinline__ int32_t opaque(int32_t x) {
 // False for an item without keys. Items go by key block first: in a causal batch the longest come first.
 __device__ __forceinline__ bool key_item(const KeyParams& p, int32_t item, KeyItem& out) {
   const int32_t heads = opaque(p.item_heads), batch = opaque(p.shape.sequences.batch);
-  const int32_t rank = item / heads, rest = item - rank * heads;
+  const int32_t rank = (p.item_first + item) / heads, rest = p.item_first + item - rank * heads;
   const int32_t head = rest / batch;
   out.sequence = rest - head * batch;
   out.kv_head = p.kv_head_first + head;

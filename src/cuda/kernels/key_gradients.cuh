@@ -21,6 +21,8 @@
 // 1 + w for warpgroup w's agreement on G.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/collective/key_producer.h"
 #include "cuda/collective/key_sums.h"
 
@@ -31,8 +33,8 @@ struct KeyConsumer {
   using Plan = KeyPlan<T>;
   static constexpr int N = T::kSlice / 2;
   // Where registers allow, S and dP of the next step run beside dV and dK of this one. Where dS wants the 32 unrounded
-  // values of P, or sums take 128 registers, dP runs beside dV of its own step and S of the next beside dK.
-  static constexpr bool kAhead = !T::kDk || (kRounded && T::D == 64);
+  // values of P there is no room for that: dP runs beside dV of its own step and S of the next beside dK.
+  static constexpr bool kAhead = !T::kDk || kRounded;
 
   const KeyParams& p;
   const uint32_t shared;
@@ -261,14 +263,20 @@ struct KeyConsumer {
 
   __device__ __forceinline__ void run() {
     StageRing<T::kStages> ring;
-    uint32_t keys_parity = 0;
+    ptx::store_shared_int(slot() + 36, static_cast<int32_t>(blockIdx.x));
+    ptx::store_shared_int(slot() + 40, 0);
     const int32_t shift = p.index.packed ? static_cast<int32_t>(p.index.shift) + 1 : 0x40000000;
-    for (int32_t number = static_cast<int32_t>(blockIdx.x); number < p.items;
-         number += static_cast<int32_t>(gridDim.x)) {
+    for (;;) {
+      const int32_t number = slot_int(36);
+      if (number >= p.items) break;
+      __syncwarp();
+      ptx::store_shared_int(slot() + 36, number + static_cast<int32_t>(gridDim.x));
       int32_t tiles;
       if (!begin(number, tiles)) continue;
+      const int32_t keys_parity = slot_int(40);
       ptx::barrier_wait(shared + Plan::kKeysFull, keys_parity);
-      keys_parity ^= 1;
+      __syncwarp();
+      ptx::store_shared_int(slot() + 40, keys_parity ^ 1);
       int32_t tile = slot_int(20), head = 0, ds = slot_int(16);
       bool more = tile < tiles, first = true;
       if (more) {
@@ -337,6 +345,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) key_gradients_kernel(const __g
     ptx::barrier_init(shared + Plan::kKeysEmpty, T::kConsumerWarps);
     ptx::barrier_init_fence();
   }
+  prepare_work(p, shared + Plan::kWork);
   fill_bias_ones(shared + Plan::kOnes, static_cast<int>(threadIdx.x), T::kThreads);
   ptx::async_proxy_fence();
   __syncthreads();
@@ -367,9 +376,16 @@ cudaError_t start_key_gradients(const Launch& launch, const KeyParams& p) {
   auto* kernel = key_gradients_kernel<T, kRounded>;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
     return error;
-  const auto grid = static_cast<unsigned>(p.items < launch.multiprocessors ? p.items : launch.multiprocessors);
-  kernel<<<grid, T::kThreads, kBytes, launch.stream>>>(p);
-  return cudaGetLastError();
+  for (int64_t first = 0; first < p.items;) {
+    KeyParams part = p;
+    part.item_first = static_cast<int32_t>(first);
+    part.items = static_cast<int32_t>(std::min<int64_t>(p.items - first, int64_t{kMostItems} * launch.multiprocessors));
+    const int grid = std::min(part.items, launch.multiprocessors);
+    kernel<<<grid, T::kThreads, kBytes, launch.stream>>>(part);
+    if (const cudaError_t error = cudaGetLastError()) return error;
+    first += part.items;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace dmattn::cuda
