@@ -13,6 +13,7 @@
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"
 #include "cuda/kernels/kernels.h"
+#include "cuda/ptx/global.h"
 #include "numerics/bf16.h"
 #include "numerics/scale.h"
 
@@ -101,12 +102,12 @@ __global__ void __launch_bounds__(MeanThreads<kDim>::kThreads)
 struct BiasItem {
   int32_t head, kv_head, owner;  // owner: sequence, -1 if none
   int32_t image;                 // 2 * padded block + half
-  int32_t means;                 // mean blocks of the sequence
-  int32_t first, rows;           // first key within the sequence; keys from there on (may be below 1)
-  SequenceView view;
+  int32_t means;                 // mean blocks of the sequence; 0: nothing to do
+  int32_t first, keys;           // first key within the sequence, keys of the sequence
+  const uint16_t* row;           // its first key
 };
 
-__device__ __forceinline__ BiasItem bias_item(const Shape& shape, uint32_t item) {
+__device__ __forceinline__ BiasItem bias_item(const Shape& shape, const TensorView& k, uint32_t item) {
   const Sequences& s = shape.sequences;
   BiasItem out;
   const uint32_t images = 2 * static_cast<uint32_t>(s.k_blocks);
@@ -114,84 +115,109 @@ __device__ __forceinline__ BiasItem bias_item(const Shape& shape, uint32_t item)
   out.image = static_cast<int32_t>(item % images);
   out.kv_head = out.head / (shape.q_heads / shape.kv_heads);
   out.owner = k_block_owner(s, out.image / 2);
-  out.means = out.rows = 0;
+  out.means = out.first = out.keys = 0;
+  out.row = k.data;
   if (out.owner < 0) return out;
-  out.view = sequence_view(s, out.owner);
-  const int32_t span = mean_span(out.view), q_blocks = (out.view.q_rows + kBlockRows - 1) / kBlockRows;
+  const SequenceView view = sequence_view(s, out.owner);
+  const int32_t span = mean_span(view), q_blocks = (view.q_rows + kBlockRows - 1) / kBlockRows;
   out.means = min((q_blocks + span - 1) / span, shape.mean_blocks_max);
-  out.first = (out.image - 2 * out.view.k_block0) * kImageRows;
-  out.rows = out.view.k_rows - out.first;
+  out.first = (out.image - 2 * view.k_block0) * kImageRows;
+  out.keys = view.k_rows;
+  out.row = row_pointer(k, s, out.owner, view.k_first, out.first, out.kv_head);
   return out;
 }
 
-constexpr int bias_ctas(int tiles, bool aligned) { return !aligned ? 2 : tiles == 4 ? 3 : 4; }  // of a multiprocessor
+// CTAs of a multiprocessor: what registers and shared memory have room for.
+constexpr int bias_ctas(int tiles, bool aligned) { return !aligned ? 2 : tiles == 4 ? 3 : tiles == 2 ? 4 : 5; }
 
-// Items [items * CTA / CTAs, items * (CTA + 1) / CTAs). Rows are loaded a few chunks ahead, also across items.
+// Items [items * CTA / CTAs, items * (CTA + 1) / CTAs). Rows are loaded a few chunks ahead, also across items of a
+// sequence.
 template <int kDim, int kTiles, bool kAligned>
 __global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned))
     column_bias(Shape shape, TensorView k, KeyCodes keys, QueryCodes codes, uint32_t items, uint32_t ctas) {
   using Stage = pack::BiasStage<kDim, kTiles>;
-  constexpr int kAhead = Stage::kChunks < 4 ? Stage::kChunks : 4;
+  constexpr int kAhead = kDim == 64 || (kDim == 256 && kTiles == 4) ? 2 : 4;  // what shared memory has room for
   const Sequences& s = shape.sequences;
   const auto border = [&](uint32_t cta) { return static_cast<uint32_t>(static_cast<uint64_t>(items) * cta / ctas); };
   const uint32_t end = border(blockIdx.x + 1);
   uint32_t item = border(blockIdx.x);
   __shared__ __align__(16) Stage stage;
+  __shared__ __align__(16) uint4 ahead[kAligned ? kAhead : 1][pack::kLaneKeys][pack::kBiasThreads];
   __shared__ uint32_t image_amax[2][pack::kBiasWarps][pack::kMeanTile * kTiles];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int lane_key = pack::kBiasKeys * warp + pack::bias_key(lane, 0);
   const int key = pack::kBiasKeys * warp + 4 * (lane % 4);  // first of this lane's four results
 
-  struct Rows {  // of this lane
-    const uint16_t* first;
-    int32_t count;
+  // This lane's rows of an item. A key that is missing is the sequence's last one: its results are dropped.
+  struct Rows {
+    const uint16_t* key[pack::kLaneKeys];
   };
-  const auto rows_of = [&](const BiasItem& at) -> Rows {
-    if (at.means == 0) return {k.data, 0};
-    return {row_pointer(k, s, at.owner, at.view.k_first, at.first + lane_key, at.kv_head) + pack::kChunk * (lane % 4),
-            at.rows - lane_key};
-  };
-  Chunk ahead[kAhead][pack::kLaneKeys];
-  const auto load = [&](const Rows& rows, int chunk) {
+  const auto rows_of = [&](const BiasItem& at) {
+    Rows rows;
 #pragma unroll
     for (int j = 0; j < pack::kLaneKeys; ++j) {
-      const uint16_t* const from = rows.first + 2 * j * k.seq_stride + pack::kBiasChannels * chunk;
-      Chunk& to = ahead[chunk % kAhead][j];
-      to = Chunk{};
-      if (2 * j < rows.count) to = kAligned ? pack::load_chunk(from) : pack::load_chunk_by_elements(from);
+      const int32_t row = min(pack::kBiasKeys * warp + pack::bias_key(lane, j), at.keys - 1 - at.first);
+      rows.key[j] = at.row + row * k.seq_stride + pack::kChunk * (lane % 4);
+    }
+    return rows;
+  };
+  // Chunks on their way: a lane copies what it takes itself, so that nobody waits for others. One group a chunk.
+  const auto load = [&](const Rows& rows, int chunk) {
+    if constexpr (kAligned) {
+#pragma unroll
+      for (int j = 0; j < pack::kLaneKeys; ++j)
+        ptx::copy_async4(&ahead[chunk % kAhead][j][threadIdx.x], rows.key[j] + pack::kBiasChannels * chunk);
+      ptx::copy_async_commit();
+    }
+  };
+  const auto take = [&](const Rows& rows, int chunk, Chunk(&x)[pack::kLaneKeys]) {
+    if constexpr (kAligned) ptx::copy_async_wait<kAhead - 1>();
+#pragma unroll
+    for (int j = 0; j < pack::kLaneKeys; ++j) {
+      if constexpr (kAligned) {
+        const uint4 word = ahead[chunk % kAhead][j][threadIdx.x];
+        x[j] = {{word.x, word.y, word.z, word.w}};
+      } else {
+        x[j] = pack::load_chunk_by_elements(rows.key[j] + pack::kBiasChannels * chunk);
+      }
     }
   };
 
-  if (item >= end) return;
-  BiasItem next = bias_item(shape, item);
-  Rows next_rows = rows_of(next);
-#pragma unroll
-  for (int chunk = 0; chunk < kAhead; ++chunk) load(next_rows, chunk);
+  BiasItem at, next;
+  Rows rows, next_rows;
   int32_t staged_head = -1, staged_owner = -1;
-  for (int parity = 0; item < end; parity ^= 1) {
-    const BiasItem at = next;
-    const Rows rows = next_rows;
-    next_rows.count = 0;
-    if (++item < end) {
-      next = bias_item(shape, item);
+  bool loaded = false;  // `ahead` has the first chunks of the next item
+  for (int parity = 0; item < end; ++item) {
+    if (!loaded) {
+      next = bias_item(shape, k, item);
+      if (next.means == 0) continue;
+      ptx::copy_async_wait<0>();  // of rows that nobody takes
       next_rows = rows_of(next);
-    }
-    if (at.means == 0) {
 #pragma unroll
       for (int chunk = 0; chunk < kAhead; ++chunk) load(next_rows, chunk);
-      continue;
     }
+    at = next, rows = next_rows;
+    parity ^= 1;
     if (at.head != staged_head || at.owner != staged_owner) {  // nobody reads the stage: a barrier ends every item
       pack::stage_means(stage, codes.mean + mean_index(shape, at.head, at.owner, 0) * kDim, at.means,
                         keys.k_mean + (static_cast<int64_t>(at.kv_head) * s.batch + at.owner) * kDim);
       staged_head = at.head, staged_owner = at.owner;
       __syncthreads();
     }
+    // The next item, if it is of the same head and sequence; else `next` stays, and so do its rows.
+    loaded = item + 1 < end && at.first + kImageRows < (at.keys + kBlockRows - 1) / kBlockRows * kBlockRows;
+    if (loaded) {
+      ++next.image;
+      next.first += kImageRows;
+      next.row += kImageRows * k.seq_stride;
+      next_rows = rows_of(next);
+    }
 
     float large[kTiles][pack::kLaneKeys][4] = {}, small[kTiles][pack::kLaneKeys][4] = {};
 #pragma unroll
     for (int chunk = 0; chunk < Stage::kChunks; ++chunk) {
-      pack::multiply_chunk(stage, chunk, ahead[chunk % kAhead], large, small);
+      Chunk x[pack::kLaneKeys];
+      take(rows, chunk, x);
+      pack::multiply_chunk(stage, chunk, x, large, small);
       if (chunk + kAhead < Stage::kChunks) {
         load(rows, chunk + kAhead);
       } else {
@@ -201,6 +227,7 @@ __global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned
 
     const int64_t line0 = static_cast<int64_t>(at.head) * shape.mean_blocks_max;
     const int64_t line_keys = static_cast<int64_t>(s.k_blocks) * kBlockRows;
+    const int32_t left = at.keys - at.first - key;
     float* const out = codes.bias + line0 * line_keys + static_cast<int64_t>(at.image) * kImageRows + key;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
@@ -212,10 +239,10 @@ __global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float bias = __fadd_rn(large[m][i / 2][2 * h + i % 2], small[m][i / 2][2 * h + i % 2]);
-          x[i] = key + i < at.rows ? bias : 0.0f;
+          x[i] = i < left ? bias : 0.0f;
           amax = max(amax, pack::magnitude_bits(x[i]));
         }
-        if (row < at.means) *reinterpret_cast<float4*>(out + row * line_keys) = {x[0], x[1], x[2], x[3]};
+        if (row < at.means) ptx::store_global4(out + row * line_keys, x);
         amax = max(amax, __shfl_xor_sync(pack::kAllLanes, amax, 1));
         amax = max(amax, __shfl_xor_sync(pack::kAllLanes, amax, 2));
         if (lane % 4 == 0) image_amax[parity][warp][row] = amax;
@@ -232,6 +259,7 @@ __global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned
     const float k_scale = keys.k_scale[static_cast<int64_t>(at.kv_head) * 2 * s.k_blocks + at.image];
     codes.bias_amax[(line0 + row) * 2 * s.k_blocks + at.image] = k_scale > 0 ? most : 0.0f;
   }
+  ptx::copy_async_wait<0>();
 }
 
 template <int kDim>
