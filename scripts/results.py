@@ -111,8 +111,8 @@ What they say:
   numerics). Rows that look at one key alone have almost no dS, and there the residual can reach 1 in every mode.
 - Over a whole layer the modes differ by a few percent of dQ: rounding of the codes dominates.
 - Head 7 of `qwen_l15` (head 1 of `qwen_l15_kv1`) is saturated, with logits up to 1,400 and nearly one-hot rows. Its
-  true dS nearly vanishes, and the stale δ puts an error ten times its size in place. It holds a few thousandths of
-  the layer's norm, so the whole-tensor error of dQ hides it, and that of dK does not.
+  true dS nearly vanishes, and the stale δ puts an error more than ten times its size in place. It holds a few
+  thousandths of the layer's norm, so the whole-tensor error of dQ hides it, and that of dK does not.
 - Centring Q (hopper numerics) halves the error of O and takes 20 to 70 % off the gradients' where K has large
   shared components (`smollm2_l15`, `gemma3_l11`).
 - Hopper's integer references round the largest P of a row as well, where the article's amax / 448 scale keeps it exact:

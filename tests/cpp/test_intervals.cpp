@@ -83,6 +83,29 @@ TEST_P(Intervals, ScalesOfDOAndPlainQSpanThem) {
   EXPECT_EQ(cpu::prepare_query(head.shape, paper(), {}, head.q.data()).plain_codes().scale.size(), 9u);
 }
 
+TEST_P(Intervals, ANanOfOneTileStaysToTheirEnd) {
+  // A delta from outside can be NaN in one row alone.
+  Head head(600, 70, 64, false);
+  head.gaussian(64);
+  const cpu::TwinConfig config = hopper(Centre::qk, GetParam());
+  const HeadRun own = run(head, config, Mode::matched, false);
+  const cpu::KvHead kv = cpu::prepare_kv(head.shape, config, head.k.data(), head.v.data());
+  const cpu::QueryHead query = cpu::prepare_query(head.shape, config, kv, head.q.data());
+  std::vector<float> delta = own.gradients.delta;
+  delta[3] = numerics::quiet_nan();
+  cpu::BackwardInput in;
+  in.d_o = head.d_o.data();
+  in.o_stored = in.o_full = own.o.data();
+  in.reference = own.forward.reference.data();
+  in.sum = own.forward.sum.data();
+  in.sum_rounded = own.forward.sum_rounded.data();
+  in.delta = delta.data();
+  const cpu::Gradients result = cpu::backward(head.shape, config, kv, query, in, {});
+  for (const float value : result.dk) EXPECT_TRUE(std::isnan(value));
+  EXPECT_EQ(result.dv, own.gradients.dv);  // it has no need of delta
+  for (size_t i = 0; i < result.dq.size(); ++i) EXPECT_EQ(std::isnan(result.dq[i]), i < 64 * 64) << i;
+}
+
 INSTANTIATE_TEST_SUITE_P(Accumulators, Intervals, ::testing::Values(Accumulator::tensor_core, Accumulator::fp32));
 
 TEST(KeySums, QueryHeadsContinueEachOthersSums) {

@@ -204,6 +204,18 @@ def test_matched(case):
     assert_same_gradients(library, own, case.scale)
 
 
+def test_nan_of_one_row():
+    """A delta from outside that is NaN in one row: its tiles are lost, and with them dK of the interval."""
+    case = Case("turning", 560, 200)
+    given = np.zeros_like(saved(case, "matched").lse)
+    given[0, 400] = np.nan
+    library, own = gradients(case, "matched", given)
+    assert_same_gradients(library, own, case.scale)
+    lost = np.isnan(arithmetic.from_bf16(library.dq[:, 0]))
+    assert lost[384:448].all() and not lost[448:].any()
+    assert not np.isnan(own.dv).any()
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "spread 4", "sink", "outliers"])
 def test_matched_with_its_own_delta(kind):
     """A delta that is off in its last bit moves dS, and here and there its code: far inside the grade `bounded`."""
