@@ -77,10 +77,11 @@ __device__ __forceinline__ float warp_exponent(const float (&acc)[32], float fac
   return static_cast<float>(__reduce_max_sync(0xffffffffu, bounded));
 }
 
-// 2^exponent of an integer; 0 below -126, infinity above 127. numerics::power_of_two without its branches.
+// 2^exponent of an integer; 0 below -126, infinity above 127. numerics::power_of_two without its branches: the magic
+// number leaves the integer in the low bits of the sum.
 __device__ __forceinline__ float exact_power(float exponent) {
-  const int bounded = static_cast<int>(fmaxf(fminf(exponent, 128.0f), -127.0f));
-  return __uint_as_float(static_cast<uint32_t>(bounded + 127) << 23);
+  const float bounded = fmaxf(fminf(exponent, 128.0f), -127.0f);
+  return __uint_as_float((__float_as_uint(bounded + 0x1.8p23f) << 23) + 0x3f800000u);
 }
 
 // acc = -infinity where the query does not see the key or there is no such key.

@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_pair(uint16_t* to, float a, float b, bool 
 template <class T, int N>
 __device__ __forceinline__ void write_sum(float (&sum)[T::kSlices][N], float factor, const float* partial, bool first,
                                           float scale, uint16_t* row, uint16_t* row8, int pair) {
-  constexpr int kBatch = 16;  // values whose loads are in flight together
+  constexpr int kBatch = N < 64 ? N : 64;  // values whose loads are in flight together
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll

@@ -156,39 +156,47 @@ struct KeyConsumer {
     if (at.warp == 0 && at.lane == 0) p.chunk.scale[tile] = scale;
   }
 
-  // The interval's sums join the CTA's FP32 sums; the item's last interval writes the outputs.
-  __device__ __forceinline__ void end_interval(uint32_t stage, bool first, bool last) {
-    const float factor_v = exact_power(e - 8.0f) * ptx::load_shared(stage + Plan::kScalars + 16);
-    const float factor_k = exact_power(g) * ptx::load_shared(stage + Plan::kScalars + 20);
-    float* partial = p.output.partial + static_cast<int64_t>(blockIdx.x) * (4 * kImageRows * T::D) +
-                     group * (2 * kImageRows * T::D) + 4 * (32 * at.warp + at.lane);
-    float* partial_k = partial + kImageRows * T::D;
-    if (!last) {
-      if constexpr (T::kDv) flush_sum<T>(dv, factor_v, partial, first);
-      if constexpr (T::kDk) flush_sum<T>(dk, factor_k, partial_k, first);
-    } else {
-      if constexpr (T::kDv) write(p.output.dv, slot(), dv, factor_v, partial, first, 1.0f);
-      if constexpr (T::kDk) write(p.output.dk, slot() + 8, dk, factor_k, partial_k, first, p.shape.softmax_scale);
-    }
+  __device__ __forceinline__ float factor_v(uint32_t stage) const {
+    return exact_power(e - 8.0f) * ptx::load_shared(stage + Plan::kScalars + 16);
+  }
+  __device__ __forceinline__ float factor_k(uint32_t stage) const {
+    return exact_power(g) * ptx::load_shared(stage + Plan::kScalars + 20);
+  }
+  // The thread's part of the CTA's FP32 sums of dV (0) or dK (1).
+  __device__ __forceinline__ float* partial(int which) const {
+    return p.output.partial + static_cast<int64_t>(blockIdx.x) * (4 * kImageRows * T::D) +
+           (2 * group + which) * (kImageRows * T::D) + 4 * (32 * at.warp + at.lane);
+  }
+
+  // The interval's sums join the CTA's.
+  __device__ __forceinline__ void end_interval(uint32_t stage, bool first) {
+    if constexpr (T::kDv) flush_sum<T>(dv, factor_v(stage), partial(0), first);
+    if constexpr (T::kDk) flush_sum<T>(dk, factor_k(stage), partial(1), first);
+    e = g = kUnset;
+    fresh = true;
+  }
+  // The last one's, and the CTA's, are the outputs.
+  __device__ __forceinline__ void end_item(uint32_t stage, bool first) {
+    if constexpr (T::kDv) write(p.output.dv, slot(), dv, factor_v(stage), partial(0), first, 1.0f);
+    if constexpr (T::kDk) write(p.output.dk, slot() + 8, dk, factor_k(stage), partial(1), first, p.shape.softmax_scale);
     e = g = kUnset;
     fresh = true;
   }
 
   __device__ __forceinline__ void write(const TensorView& out, uint32_t offset, float (&sum)[T::kSlices][N],
-                                        float factor, const float* partial, bool first, float scale) {
+                                        float factor, const float* before, bool first, float scale) {
     if (!out.data) return;
     uint16_t* row = out.data + ptx::load_shared_long(offset) + at.key * out.seq_stride;
     const int32_t left = slot_int(28) - slot_int(24) - at.key;  // keys from the thread's first on
-    write_sum<T>(sum, factor, partial, first, scale, left > 0 ? row : nullptr,
+    write_sum<T>(sum, factor, before, first, scale, left > 0 ? row : nullptr,
                  left > 8 ? row + 8 * out.seq_stride : nullptr, at.pair);
   }
 
   // One query tile. `next` is the stage that follows (this one again at the item's end: a product nobody reads).
   __device__ __forceinline__ void step(int32_t tile, uint32_t stage, uint32_t next16, uint32_t next_full,
-                                       uint32_t next_parity, int32_t ds) {
+                                       uint32_t next_parity, bool ready, int32_t ds) {
     Probabilities<kRounded> pr;
     const uint32_t stage16 = uniform_address(stage);
-    const bool ready = ptx::barrier_try(next_full, next_parity);
     if (tile < mask_end)
       mask_scores(s, at, slot_int(24), tile * kImageRows, slot_int(28), slot_int(32), p.shape.causal);
     probabilities(stage, pr);
@@ -279,6 +287,9 @@ struct KeyConsumer {
       ptx::store_shared_int(slot() + 40, keys_parity ^ 1);
       int32_t tile = slot_int(20), head = 0, ds = slot_int(16);
       bool more = tile < tiles, first = true;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] = dp[i] = 0.0f;  // so that their registers are free between items
+      bool ready = false;  // the next stage was seen full: asked early, as the answer takes a while
       if (more) {
         ptx::barrier_wait(shared + Plan::full(ring.stage()), ring.parity());
         const uint32_t stage16 = uniform_address(shared + Plan::stage(ring.stage()));
@@ -295,20 +306,28 @@ struct KeyConsumer {
         const auto next = more ? ring.next() : ring;
         const uint32_t stage = shared + Plan::stage(ring.stage());
         step(tile, stage, uniform_address(shared + Plan::stage(next.stage())), shared + Plan::full(next.stage()),
-             next.parity(), ds);
+             next.parity(), ready, ds);
+        if (!more) break;
         if (tile % kIntervalTiles == kIntervalTiles - 1 || head_ends) {
-          end_interval(stage, first, !more);
+          end_interval(stage, first);
           first = false;
         }
         __syncwarp();
         if (at.lane == 0) ptx::barrier_arrive(shared + Plan::empty(ring.stage()));
         ring.advance();
+        ready = ptx::barrier_try(shared + Plan::full(ring.next().stage()), ring.next().parity());
         ds += max(0, min(tile + shift, p.index.width));
         ++tile;
-        if (head_ends && more) {
+        if (head_ends) {
           tile = slot_int(20);
           ds = slot_int(16) + ++head * static_cast<int32_t>(p.chunk.tiles_per_head);
         }
+      }
+      if (tile < tiles) {  // the last interval's sums are the item's
+        end_item(shared + Plan::stage(ring.stage()), first);
+        __syncwarp();
+        if (at.lane == 0) ptx::barrier_arrive(shared + Plan::empty(ring.stage()));
+        ring.advance();
       }
       if (at.lane == 0) ptx::barrier_arrive(shared + Plan::kKeysEmpty);
     }
