@@ -18,15 +18,15 @@ struct DeltaTile {
   float s[32], dp[32];
 };
 
-template <class T>
-__device__ __forceinline__ void issue_tile(DeltaTile& tile, uint64_t queries, uint64_t gradients, uint32_t shared,
-                                           StageRing<T::kStages> at) {
+template <class T, class Left>
+__device__ __forceinline__ void issue_tile(DeltaTile& tile, const Left& queries, const Left& gradients, uint32_t shared,
+                                           StageRing<T::kStages> at, bool full) {
   using Plan = QueryPlan<T>;
-  ptx::barrier_wait(shared + Plan::full(at.stage()), at.parity());
-  const uint64_t values = stage_image<T>(image_descriptor(shared + Plan::values(0), kImageRows), at.stage());
+  if (!full) ptx::barrier_wait(shared + Plan::full(at.stage()), at.parity());
+  const uint64_t stage = stage_descriptor<T>(shared, at.stage());
   ptx::mma_fence();
-  issue_scores<T>(tile.s, queries, shared, at.stage());
-  issue_product<T>(tile.dp, gradients, values);
+  issue_scores<T>(tile.s, queries, shared, stage);
+  issue_product<T::kDim>(tile.dp, gradients, stage + image_at(kValuesInStage<T>, kImageRows));
   ptx::mma_commit();
 }
 
@@ -54,18 +54,21 @@ __device__ __forceinline__ void add_tile(const DeltaTile& tile, StageScalars sca
 }
 
 // All tiles of an item. The ring enters at the item's first stage and leaves behind its last.
-template <class T>
-__device__ __forceinline__ void delta_tiles(const QueryItem& item, bool causal, const ConsumerThread& thread,
-                                            uint64_t queries, uint64_t gradients, StageRing<T::kStages>& ring,
+template <class T, class Left>
+__device__ __forceinline__ void delta_tiles(const Shape& shape, int32_t index, const ConsumerThread& thread,
+                                            const Left& queries, const Left& gradients, StageRing<T::kStages>& ring,
                                             DeltaRows& rows) {
   using Plan = QueryPlan<T>;
-  const GroupTiles group(item, causal, thread);
+  const bool causal = shape.causal != 0;
   const uint32_t shared = thread.shared;
-  const auto process = [&]<bool kMasked>(const DeltaTile& tile, int32_t at) {
+  const GroupTiles group(query_item(shape, fresh(index)), causal, thread);
+  bool full = false;  // the stage after the next is known to be
+  const auto process = [&]<bool kMasked>(const DeltaTile& tile, const TileMask& mask) {
     const StageScalars scalars = load_scalars<T>(shared, ring.stage());
     thread.release(shared + Plan::empty(ring.stage()));  // the products have read the rest of it
     ring.advance();
-    add_tile<kMasked>(tile, scalars, TileMask(group, at, thread), rows);
+    add_tile<kMasked>(tile, scalars, mask, rows);
+    if (!kMasked) full = barrier_peek(shared + Plan::full(ring.next().stage()), ring.next().parity());
   };
   const auto landed = [](DeltaTile& tile) {
     ptx::mma_wait<0>();
@@ -75,24 +78,27 @@ __device__ __forceinline__ void delta_tiles(const QueryItem& item, bool causal, 
   DeltaTile tiles[2];
   int32_t tile = 0;
   if (group.tiles > 0) {
-    issue_tile<T>(tiles[0], queries, gradients, shared, ring);
+    issue_tile<T>(tiles[0], queries, gradients, shared, ring, false);
     landed(tiles[0]);
   }
   const int32_t pairs_end =
       min(group.whole, group.tiles - 1);  // a tile follows each pair: no branch around its products
 #pragma unroll 1
   for (; tile + 2 <= pairs_end; tile += 2) {
-    issue_tile<T>(tiles[1], queries, gradients, shared, ring.next());
-    process.template operator()<false>(tiles[0], tile);
+    issue_tile<T>(tiles[1], queries, gradients, shared, ring.next(), full);
+    process.template operator()<false>(tiles[0], TileMask());
     landed(tiles[1]);
-    issue_tile<T>(tiles[0], queries, gradients, shared, ring.next());
-    process.template operator()<false>(tiles[1], tile + 1);
+    issue_tile<T>(tiles[0], queries, gradients, shared, ring.next(), full);
+    process.template operator()<false>(tiles[1], TileMask());
     landed(tiles[0]);
   }
+  const QueryItem item = query_item(shape, fresh(index));
+  const ConsumerThread late = thread.anew();
+  const VisibleKeys visible(item, causal, late);
 #pragma unroll 1
   for (; tile < group.tiles; ++tile) {
-    process.template operator()<true>(tiles[0], tile);
-    if (tile + 1 < group.tiles) issue_tile<T>(tiles[0], queries, gradients, shared, ring);
+    process.template operator()<true>(tiles[0], TileMask(visible, tile, late));
+    if (tile + 1 < group.tiles) issue_tile<T>(tiles[0], queries, gradients, shared, ring, false);
     landed(tiles[0]);
   }
 #pragma unroll 1

@@ -37,12 +37,10 @@ __device__ __forceinline__ float code_sum(uint32_t codes) {
   return two.x + two.y;
 }
 
-// References of the tile's groups: b, the running M with everything in its units; returns 2^(b - M) in `power`.
-template <bool kMasked, int kDim>
-__device__ __forceinline__ void raise_references(const float (&s)[32], float factor, const TileMask& mask,
-                                                 ForwardRows<kDim>& rows, float (&offset)[2], float (&power)[2]) {
-  float b[2];
-  bool rise = false;
+// References of the tile's groups: b of either row.
+template <bool kMasked>
+__device__ __forceinline__ void group_references(const float (&s)[32], float factor, const TileMask& mask,
+                                                 float (&b)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float top[2];
@@ -55,8 +53,18 @@ __device__ __forceinline__ void raise_references(const float (&s)[32], float fac
         top[i] = j == 0 ? x : fmaxf(top[i], x);
       }
     b[r] = numerics::group_reference(row_maximum(fmaxf(top[0], top[1])) * factor);
-    rise = rise || ((!kMasked || mask.live[r]) && !(b[r] <= rows.reference[r]));
   }
+}
+
+// The running M, with everything in its units; returns 2^(b - M) in `power`. To ask for NaN in the sums changes nothing
+// but the order of instructions: the sums are ready before the branch, while a product runs, and not after it.
+template <bool kMasked, int kDim>
+__device__ __forceinline__ void raise_references(const float (&b)[2], const float (&rounded)[2], const TileMask& mask,
+                                                 ForwardRows<kDim>& rows, float (&power)[2]) {
+  bool rise = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    rise = rise || ((!kMasked || mask.live[r]) && !(b[r] <= rows.reference[r])) || !(rounded[r] >= 0.0f);
   if (__any_sync(0xffffffffu, rise)) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -67,25 +75,23 @@ __device__ __forceinline__ void raise_references(const float (&s)[32], float fac
     }
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    offset[r] = static_cast<float>(numerics::kProbabilityExponent) - b[r];
-    power[r] = kMasked && !mask.live[r] ? 0.0f : ptx::exp2_approx(b[r] - rows.reference[r]);
-  }
+  for (int r = 0; r < 2; ++r) power[r] = kMasked && !mask.live[r] ? 0.0f : ptx::exp2_approx(b[r] - rows.reference[r]);
 }
 
 // Codes of P as the A fragments of two k = 32 steps over keys in sigma order; and the sums of the unrounded p.
 template <bool kMasked>
 __device__ __forceinline__ void probabilities(const float (&s)[32], float factor, const TileMask& mask,
-                                              const float (&offset)[2], uint32_t (&codes)[8], float (&total)[2]) {
+                                              const float (&b)[2], uint32_t (&codes)[8], float (&total)[2]) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const float offset = static_cast<float>(numerics::kProbabilityExponent) - b[r];
       float p[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int j = 2 * k + i / 2;
-        p[i] = ptx::exp2_approx(numerics::fused(s[4 * j + 2 * r + i % 2], factor, offset[r]));
+        p[i] = ptx::exp2_approx(numerics::fused(s[4 * j + 2 * r + i % 2], factor, offset));
         if (kMasked && 8 * j + i % 2 >= mask.edge[r]) p[i] = 0.0f;
       }
       codes[2 * k + r] = ptx::e4m3_pack(p[0], p[1], p[2], p[3]);
@@ -94,7 +100,7 @@ __device__ __forceinline__ void probabilities(const float (&s)[32], float factor
     }
 }
 
-// T of a slice of channels = codes . V, from zero.
+// T of a slice of channels = codes . V, from zero. `values`: the slice's descriptor.
 template <int kDim, int kSlice>
 __device__ __forceinline__ void issue_values(float (&t)[kSlice / 2], const uint32_t (&codes)[8], uint64_t values) {
   ptx::mma_fence();
@@ -103,23 +109,30 @@ __device__ __forceinline__ void issue_values(float (&t)[kSlice / 2], const uint3
   ptx::mma_commit();
 }
 
-// One tile: P from s, then O += 2^(b - M) v_scale T. Waits for every product in flight, the next tile's S included.
-template <bool kMasked, int kDim>
+// One tile: P from s, then O += 2^(b - M) v_scale T. What can be done while T runs is: sums, a new M with everything in
+// its units, and `meanwhile`. Products in flight have landed when this returns.
+template <bool kMasked, int kDim, class Meanwhile>
 __device__ __forceinline__ void attend(const float (&s)[32], StageScalars scalars, uint64_t values,
-                                       const TileMask& mask, ForwardRows<kDim>& rows) {
+                                       const TileMask& mask, ForwardRows<kDim>& rows, Meanwhile meanwhile) {
   constexpr int kSlice = kDim == 128 ? 128 : 64, kSlices = kDim / kSlice;
-  float offset[2], power[2], total[2], factor[2];
+  float b[2], power[2], total[2], factor[2];
   uint32_t codes[8];
-  raise_references<kMasked>(s, scalars.score, mask, rows, offset, power);
-  probabilities<kMasked>(s, scalars.score, mask, offset, codes, total);
+  group_references<kMasked>(s, scalars.score, mask, b);
+  probabilities<kMasked>(s, scalars.score, mask, b, codes, total);
   float t[kSlice / 2];
   issue_values<kDim, kSlice>(t, codes, values);
+  meanwhile();
+  float rounded[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rounded[r] = (code_sum(codes[r]) + code_sum(codes[2 + r])) + (code_sum(codes[4 + r]) + code_sum(codes[6 + r]));
+  }
+  raise_references<kMasked>(b, rounded, mask, rows, power);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     factor[r] = scalars.value * power[r];
     rows.sum[r] = numerics::fused(total[r], power[r], rows.sum[r]);
-    const float sum = (code_sum(codes[r]) + code_sum(codes[2 + r])) + (code_sum(codes[4 + r]) + code_sum(codes[6 + r]));
-    rows.rounded[r] = numerics::fused(sum, power[r], rows.rounded[r]);
+    rows.rounded[r] = numerics::fused(rounded[r], power[r], rows.rounded[r]);
   }
 #pragma unroll
   for (int h = 0; h < kSlices; ++h) {
@@ -137,61 +150,69 @@ __device__ __forceinline__ void attend(const float (&s)[32], StageScalars scalar
 }
 
 // All tiles of an item. The ring enters at the item's first stage and leaves behind its last.
-template <class T>
-__device__ __forceinline__ void forward_tiles(const QueryItem& item, bool causal, const ConsumerThread& thread,
-                                              uint64_t queries, StageRing<T::kStages>& ring,
+template <class T, class Left>
+__device__ __forceinline__ void forward_tiles(const Shape& shape, int32_t index, const ConsumerThread& thread,
+                                              const Left& queries, StageRing<T::kStages>& ring,
                                               ForwardRows<T::kDim>& rows) {
   using Plan = QueryPlan<T>;
   using Ring = StageRing<T::kStages>;
   constexpr bool kPipelined = T::kDim <= 128;  // S of the next tile has registers of its own
-  const GroupTiles group(item, causal, thread);
+  const bool causal = shape.causal != 0;
   const uint32_t shared = thread.shared;
-  const auto issue = [&](float(&s)[32], Ring at) {
-    ptx::barrier_wait(shared + Plan::full(at.stage()), at.parity());
+  const GroupTiles group(query_item(shape, fresh(index)), causal, thread);
+  const auto issue = [&](float(&s)[32], Ring at, bool full) {
+    if (!full) ptx::barrier_wait(shared + Plan::full(at.stage()), at.parity());
     ptx::mma_fence();
-    issue_scores<T>(s, queries, shared, at.stage());
+    issue_scores<T>(s, queries, shared, stage_descriptor<T>(shared, at.stage()));
     ptx::mma_commit();
   };
-  const auto process = [&]<bool kMasked>(const float(&s)[32], int32_t at) {
+  const auto process = [&]<bool kMasked>(const float(&s)[32], const TileMask& mask, auto meanwhile) {
     attend<kMasked>(s, load_scalars<T>(shared, ring.stage()),
-                    stage_image<T>(image_descriptor(shared + Plan::values(0), T::kDim), ring.stage()),
-                    TileMask(group, at, thread), rows);
+                    stage_descriptor<T>(shared, ring.stage()) + image_at(kValuesInStage<T>, T::kDim), mask, rows,
+                    meanwhile);
     thread.release(shared + Plan::empty(ring.stage()));
     ring.advance();
   };
   float s0[32];
   int32_t tile = 0;
   if (group.tiles > 0) {
-    issue(s0, ring);
+    issue(s0, ring, false);
     ptx::mma_wait<0>();
     ptx::mma_landed(s0);
   }
+  bool full = false;  // the next tile's stage is known to be
+  const auto peek = [&] {
+    const Ring at{ring.step + (kPipelined ? 2 : 1)};
+    full = barrier_peek(shared + Plan::full(at.stage()), at.parity());
+  };
+  const int32_t fast_end = min(group.whole, group.tiles - 1);  // a tile follows each: no branch around its products
   if constexpr (kPipelined) {
-    const int32_t pairs_end =
-        min(group.whole, group.tiles - 1);  // a tile follows each pair: no branch around its products
     float s1[32];
 #pragma unroll 1
-    for (; tile + 2 <= pairs_end; tile += 2) {
-      issue(s1, ring.next());
-      process.template operator()<false>(s0, tile);
+    for (; tile + 2 <= fast_end; tile += 2) {
+      issue(s1, ring.next(), false);
+      process.template operator()<false>(s0, TileMask(), peek);
       ptx::mma_landed(s1);
-      issue(s0, ring.next());
-      process.template operator()<false>(s1, tile + 1);
+      issue(s0, ring.next(), full);
+      process.template operator()<false>(s1, TileMask(), [] {});
       ptx::mma_landed(s0);
     }
   } else {
 #pragma unroll 1
-    for (; tile < group.whole; ++tile) {
-      process.template operator()<false>(s0, tile);
-      if (tile + 1 < group.tiles) issue(s0, ring);
+    for (; tile < fast_end; ++tile) {
+      process.template operator()<false>(s0, TileMask(), peek);
+      issue(s0, ring, full);
       ptx::mma_wait<0>();
       ptx::mma_landed(s0);
     }
   }
+  const QueryItem item = query_item(shape, fresh(index));
+  const ConsumerThread late = thread.anew();
+  const VisibleKeys visible(item, causal, late);
 #pragma unroll 1
   for (; tile < group.tiles; ++tile) {
-    process.template operator()<true>(s0, tile);
-    if (tile + 1 < group.tiles) issue(s0, ring);
+    process.template operator()<true>(s0, TileMask(visible, tile, late), [] {});
+    if (tile + 1 < group.tiles) issue(s0, ring, false);
     ptx::mma_wait<0>();
     ptx::mma_landed(s0);
   }

@@ -23,6 +23,14 @@ __device__ __forceinline__ void store_row(uint16_t* high, uint16_t* low, const f
                                           float inverse) {
   const bool high_aligned = (reinterpret_cast<uintptr_t>(high) & 3) == 0;
   const bool low_aligned = (reinterpret_cast<uintptr_t>(low) & 3) == 0;
+  if (high_aligned && low == nullptr) {  // the usual case, without a branch for each pair
+    float factor = inverse;
+    asm volatile("" : "+f"(factor));  // its products stay here
+#pragma unroll
+    for (int j = 0; j < kDim / 8; ++j)
+      store_pair(high + 8 * j, __floats2bfloat162_rn(o[4 * j + 2 * r] * factor, o[4 * j + 2 * r + 1] * factor), true);
+    return;
+  }
 #pragma unroll
   for (int j = 0; j < kDim / 8; ++j) {
     const float x = o[4 * j + 2 * r] * inverse, y = o[4 * j + 2 * r + 1] * inverse;

@@ -2,7 +2,7 @@
 //
 // 384 threads: warps 0 to 3 fill shared memory, two warpgroups compute, 64 queries each. Queries stay for an item; keys
 // pass through a ring of stages of 64.
-//   full[stage]       3 arrivals (the copying lane and two bias warps) and the bytes of the copies
+//   full[stage]       2 arrivals (the copies are on their way; bias codes and factors are written) and the copies' bytes
 //   empty[stage]      8 arrivals, one of each consumer warp
 //   block_full[b]     1 arrival and the bytes of the item's query images; block_empty[b]: 8 arrivals
 #pragma once
@@ -16,13 +16,17 @@ namespace dmattn::cuda {
 template <int kHeadDim, int kQueryOperands>
 struct QueryTraits {
   static constexpr int kDim = kHeadDim;
-  static constexpr int kOperands = kQueryOperands;  // row images per 64 queries: q; delta: q, dO
-  static constexpr int kImage = kImageRows * kDim;  // bytes of an image
-  static constexpr int kStages = 4;
+  static constexpr int kOperands = kQueryOperands;     // row images per 64 queries: q; delta: q, dO
+  static constexpr int kImage = kImageRows * kDim;     // bytes of an image
+  static constexpr int kStages = kDim == 256 ? 4 : 8;  // multiple of the producer warps: each owns the same stages
   static constexpr int kBlocks = kDim == 256 && kOperands == 2 ? 1 : 2;  // items whose queries are held; 227 KB at most
+  // The left operands of S and dP stay in registers: products then read half as much shared memory. Forward 128 has no
+  // registers left for them, nor has any head of 256.
+  static constexpr bool kLeftInRegisters = kDim == 64 || (kDim == 128 && kOperands == 2);
   static constexpr int kThreads = 384, kProducerWarps = 4, kConsumerWarps = 8;
   // Registers can only change hands within what the CTA was launched with: 168 a thread.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static_assert(kStages % kProducerWarps == 0);
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
 };
 
@@ -68,7 +72,7 @@ __device__ __forceinline__ void prepare_storage(uint32_t shared) {
   const auto thread = static_cast<int>(threadIdx.x);
   if (thread == 0) {
     for (int s = 0; s < T::kStages; ++s) {
-      ptx::barrier_init(shared + Plan::full(s), 3);
+      ptx::barrier_init(shared + Plan::full(s), 2);
       ptx::barrier_init(shared + Plan::empty(s), T::kConsumerWarps);
     }
     for (int b = 0; b < T::kBlocks; ++b) {

@@ -1,7 +1,8 @@
 // Producer warps of the query-stationary kernels: bulk copies, bias codes and factors of every stage.
 //
-// Warp 0 copies. Bias codes of 64 keys are two warps' work, one key a lane; warps 0 and 1 take even tiles, 2 and 3 odd
-// ones, so that each of the multiprocessor's four schedulers has the same share of it.
+// A warp does all of a stage: it copies, then writes the codes of 64 keys, two a lane. Step n of the CTA belongs to warp
+// n % 4, so that a warp always meets the same stages in turn (a parity tells neighbouring phases apart, no others) and
+// each of the multiprocessor's four schedulers has the same share of the work. Warp 0 copies queries as well.
 #pragma once
 
 #include "cuda/collective/query_plan.h"
@@ -19,10 +20,23 @@ struct QueryOperands {
   const float* bias;               // [Hq][mean_blocks_max][128 KB]
 };
 
-// What the producer adds to a stage by ordinary stores: one key's bias and the tile's factors, loaded a tile ahead.
+// What the producer adds to a stage by ordinary stores: two keys' bias and the tile's factors, loaded a turn ahead.
 struct StageInputs {
-  float dot, k_scale, v_scale;
+  float dot[2], k_scale, v_scale;
 };
+
+// Waits like ptx::barrier_wait, asleep in between: issue slots are the consumers'.
+__device__ __forceinline__ void producer_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over_%=;\n"
+      "nanosleep.u32 40;\n"
+      "bra again_%=;\n"
+      "over_%=: }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
 
 template <class T>
 __device__ __forceinline__ void copy_queries(const QueryOperands& from, uint32_t shared, int64_t block,
@@ -37,12 +51,50 @@ __device__ __forceinline__ void copy_queries(const QueryOperands& from, uint32_t
 }
 
 template <class T>
-__device__ __forceinline__ void copy_keys(const QueryOperands& from, uint32_t shared, int64_t image, int stage) {
+__device__ __forceinline__ void copy_keys(const uint8_t* keys, const uint8_t* values, int32_t tile, uint32_t shared,
+                                          int stage) {
   using Plan = QueryPlan<T>;
   const uint32_t full = shared + Plan::full(stage);
   ptx::barrier_expect(full, 2 * T::kImage);
-  ptx::bulk_load(shared + Plan::keys(stage), from.keys + image * T::kImage, T::kImage, full);
-  ptx::bulk_load(shared + Plan::values(stage), from.values + image * T::kImage, T::kImage, full);
+  const int64_t offset = static_cast<int64_t>(tile) * T::kImage;
+  ptx::bulk_load(shared + Plan::keys(stage), keys + offset, T::kImage, full);
+  ptx::bulk_load(shared + Plan::values(stage), values + offset, T::kImage, full);
+}
+
+// Bias codes of two keys, 16 bytes each at two shared addresses: what write_bias_codes (bias.h) writes, in units of the
+// bias weight (powers of two change no rounding) and both at once. All lanes of a warp call it together; the split ends
+// when every lane's rest is too small for the smallest code.
+__device__ __forceinline__ void write_two_bias_codes(const uint32_t (&address)[2], const float (&dot)[2], float q_scale,
+                                                     float k_scale) {
+  constexpr float kNothingLeft = 0x1p-10f;  // half the smallest code: a tie, to even
+  float rest[2];
+  uint32_t words[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float units = numerics::bias_units(dot[i], q_scale, k_scale);
+    rest[i] =
+        (numerics::is_finite(units) ? units : 0.0f) * (1.0f / numerics::kBiasWeight);  // else the scale is NaN too
+  }
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if (w > 0 && !__any_sync(0xffffffffu, fmaxf(fabsf(rest[0]), fabsf(rest[1])) > kNothingLeft)) break;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t code[4];
+#pragma unroll
+      for (int slot = 0; slot < 4; ++slot) {
+        float value;
+        asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, %2;"
+            " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both; cvt.f32.f16 %1, low; cvt.u32.u16 %0, pair; }"
+            : "=r"(code[slot]), "=f"(value)
+            : "f"(rest[i]));
+        rest[i] -= value;  // exact: few bits
+      }
+      words[i][w] = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) ptx::store_shared4(address[i], {words[i][0], words[i][1], words[i][2], words[i][3]});
 }
 
 template <class T>
@@ -50,8 +102,8 @@ __device__ __forceinline__ void produce(const Shape& shape, const QueryOperands&
                                         int warp, int lane) {
   using Plan = QueryPlan<T>;
   const bool centred = shape.mean_blocks_max > 0;
-  const int first_tile = warp / 2, half = warp % 2;
-  StageRing<T::kStages> ring;
+  const float score_scale = shape.score_scale;
+  uint32_t step = 0;  // steps of all items before this one
   StageRing<T::kBlocks> block_ring;
   for (int32_t round = 0, index; (index = query_item_index(round)) < items; ++round) {
     const QueryItem item = query_item(shape, index);
@@ -59,47 +111,51 @@ __device__ __forceinline__ void produce(const Shape& shape, const QueryOperands&
     const int64_t q_block =
         static_cast<int64_t>(item.head) * shape.sequences.q_blocks + item.view.q_block0 + item.block;
     if (warp == 0) {
-      ptx::barrier_wait(shared + Plan::block_empty(block_ring.stage()), block_ring.parity() ^ 1);
+      producer_wait(shared + Plan::block_empty(block_ring.stage()), block_ring.parity() ^ 1);
       if (lane == 0) copy_queries<T>(from, shared, q_block, block_ring);
+      __syncwarp();
       block_ring.advance();
     }
     const int64_t kv_head = item.head / (shape.q_heads / shape.kv_heads);
     const int64_t image0 = (kv_head * shape.sequences.k_blocks + item.view.k_block0) * 2;
     const auto mean_blocks = static_cast<int32_t>(numerics::query_mean_rows(item.view.q_rows) / kBlockRows);
     const int32_t mean_block = min(item.block / mean_blocks, shape.mean_blocks_max - 1);
-    const float* dots =
+    const float* const dots =
         from.bias +
         (static_cast<int64_t>(item.head) * shape.mean_blocks_max + mean_block) * shape.sequences.k_blocks * kBlockRows +
-        static_cast<int64_t>(item.view.k_block0) * kBlockRows + 32 * half + lane;
+        static_cast<int64_t>(item.view.k_block0) * kBlockRows + lane;
+    const float *const k_scales = from.k_scale + image0, *const v_scales = from.v_scale + image0;
+    const uint8_t *const keys = from.keys + image0 * T::kImage, *const values = from.values + image0 * T::kImage;
     const float q_scale = from.q_scale[q_block];
     const float d_scale = from.d_scale != nullptr ? from.d_scale[q_block] : 1.0f;
     const auto load = [&](int32_t tile) -> StageInputs {
-      return {centred ? dots[tile * kImageRows] : 0.0f, from.k_scale[image0 + tile], from.v_scale[image0 + tile]};
+      StageInputs x = {{0.0f, 0.0f}, k_scales[tile], v_scales[tile]};
+      if (centred) x.dot[0] = dots[tile * kImageRows], x.dot[1] = dots[tile * kImageRows + 32];
+      return x;
     };
+    auto tile = static_cast<int32_t>((warp - step) % T::kProducerWarps);
     StageInputs next = {};
-    if (first_tile < item.tiles) next = load(first_tile);
-    for (int32_t tile = 0; tile < item.tiles; ++tile, ring.advance()) {
-      const uint32_t empty = shared + Plan::empty(ring.stage());
-      if (warp == 0) {
-        ptx::barrier_wait(empty, ring.parity() ^ 1);
-        if (lane == 0) copy_keys<T>(from, shared, image0 + tile, ring.stage());
-        __syncwarp();
-      }
-      if (tile % 2 != first_tile) continue;
+    if (tile < item.tiles) next = load(tile);
+#pragma unroll 1
+    for (; tile < item.tiles; tile += T::kProducerWarps) {
+      const StageRing<T::kStages> ring{step + tile};
       const StageInputs now = next;
-      if (tile + 2 < item.tiles) next = load(tile + 2);
-      ptx::barrier_wait(empty, ring.parity() ^ 1);
-      if (centred)
-        write_bias_codes(shared + Plan::bias(ring.stage()) + 16 * (32 * half + lane), now.dot, q_scale, now.k_scale);
-      if (half == 0 && lane == 0) {
+      if (tile + T::kProducerWarps < item.tiles) next = load(tile + T::kProducerWarps);
+      producer_wait(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
+      if (lane == 0) copy_keys<T>(keys, values, tile, shared, ring.stage());
+      __syncwarp();
+      const uint32_t bias = shared + Plan::bias(ring.stage()) + 16 * lane;
+      if (centred) write_two_bias_codes({bias, bias + 16 * 32}, now.dot, q_scale, now.k_scale);
+      if (lane == 0) {
         const uint32_t scalars = shared + Plan::scalars(ring.stage());
-        ptx::store_shared(scalars, (q_scale * now.k_scale) * shape.score_scale);
+        ptx::store_shared(scalars, (q_scale * now.k_scale) * score_scale);
         ptx::store_shared(scalars + 4, d_scale * now.v_scale);
       }
       ptx::async_proxy_fence();
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(shared + Plan::full(ring.stage()));
     }
+    step += item.tiles;
   }
 }
 

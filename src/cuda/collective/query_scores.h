@@ -11,6 +11,7 @@ namespace dmattn::cuda {
 // warpgroup's 64, columns 8 j + 2 t and 8 j + 2 t + 1 (ptx/wgmma.h).
 struct ConsumerThread {
   uint32_t shared;
+  int warp;   // of the consumers
   int group;  // warpgroup: 64 queries each
   int lane;
   int row;     // of the block of 128; the other one is 8 further down
@@ -18,10 +19,13 @@ struct ConsumerThread {
 
   __device__ __forceinline__ ConsumerThread(uint32_t storage, int consumer_warp)
       : shared(storage),
+        warp(consumer_warp),
         group(consumer_warp / 4),
-        lane(static_cast<int>(threadIdx.x) % 32),
+        lane(fresh(static_cast<int>(threadIdx.x)) % 32),
         row(16 * consumer_warp + lane / 4),
         column(2 * (lane % 4)) {}
+  // The same, computed again: the main loop has no registers to keep what comes after it.
+  __device__ __forceinline__ ConsumerThread anew() const { return {shared, warp}; }
 
   // This warp has read what the barrier guards.
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -33,14 +37,20 @@ struct ConsumerThread {
 // The part of an item that one warpgroup has to do: tiles [0, tiles), of which it sees the first `whole` without a mask.
 struct GroupTiles {
   int32_t tiles, whole;
-  int32_t visible[2];  // keys that the thread's two rows see
 
   __device__ __forceinline__ GroupTiles(const QueryItem& item, bool causal, const ConsumerThread& thread) {
     const int32_t row = item.block * kBlockRows + thread.group * kImageRows;
     tiles = tiles_seen(item.view, causal, row, kImageRows);
     whole = min(visible_keys(item.view, causal, row) / kImageRows, tiles);
-    for (int r = 0; r < 2; ++r)
-      visible[r] = visible_keys(item.view, causal, item.block * kBlockRows + thread.row + 8 * r);
+  }
+};
+
+// Keys that the thread's two rows see.
+struct VisibleKeys {
+  int32_t keys[2];
+
+  __device__ __forceinline__ VisibleKeys(const QueryItem& item, bool causal, const ConsumerThread& thread) {
+    for (int r = 0; r < 2; ++r) keys[r] = visible_keys(item.view, causal, item.block * kBlockRows + thread.row + 8 * r);
   }
 };
 
@@ -49,36 +59,94 @@ struct TileMask {
   int32_t edge[2];
   bool live[2];  // the row sees some key of the tile, whichever thread holds it
 
-  __device__ __forceinline__ TileMask(const GroupTiles& group, int32_t tile, const ConsumerThread& thread) {
+  __device__ __forceinline__ TileMask() : edge{}, live{true, true} {}  // a tile without a mask
+  __device__ __forceinline__ TileMask(const VisibleKeys& visible, int32_t tile, const ConsumerThread& thread) {
     for (int r = 0; r < 2; ++r) {
-      const int32_t keys = group.visible[r] - tile * kImageRows;
+      const int32_t keys = visible.keys[r] - tile * kImageRows;
       edge[r] = keys - thread.column;
       live[r] = keys > 0;
     }
   }
 };
 
-// d = A . B^T over the head dimension: row images of 64 queries and of 64 keys.
-template <class T>
-__device__ __forceinline__ void issue_product(float (&d)[32], uint64_t queries, uint64_t keys) {
-#pragma unroll
-  for (int k = 0; k < T::kDim / 32; ++k)
-    ptx::mma(d, queries + k * image_step(kImageRows), keys + k * image_step(kImageRows), k != 0);
+// Descriptor of a shared address, without rows. Written so that sums with constants are one instruction each.
+__device__ __forceinline__ uint64_t address_descriptor(uint32_t shared) {
+  return static_cast<uint64_t>(128 >> 4) << 32 | shared >> 4;
 }
 
-// Descriptor of a stage's image, from that of the first stage.
+// Descriptor of a stage's first byte, without rows: one address a stage, in uniform registers. An image of `rows` rows at
+// byte `offset` of the stage has the descriptor stage + image_at(offset, rows). Shared addresses have 18 bits.
 template <class T>
-__device__ __forceinline__ uint64_t stage_image(uint64_t first, int stage) {
-  return first + static_cast<uint32_t>(stage * (QueryPlan<T>::kStageBytes / 16));
+__device__ __forceinline__ uint64_t stage_descriptor(uint32_t shared, int stage) {
+  using Plan = QueryPlan<T>;
+  static_assert(Plan::kStageBytes % 16 == 0 && Plan::kStage0 % 16 == 0);
+  return address_descriptor(shared) + Plan::kStage0 / 16 +
+         static_cast<uint32_t>(stage) * static_cast<uint32_t>(Plan::kStageBytes / 16);
+}
+__device__ __forceinline__ constexpr uint64_t image_at(int offset, int rows) {
+  return static_cast<uint64_t>(offset / 16) + (static_cast<uint64_t>(rows) << 16);
+}
+constexpr uint32_t kBiasOnes = 0x78787878u;  // the code of the bias weight, four times
+static_assert(numerics::kBiasWeight == 256.0f);
+constexpr int kKeysInStage = 0;
+template <class T>
+constexpr int kValuesInStage = T::kImage;
+template <class T>
+constexpr int kBiasInStage = 2 * T::kImage;
+
+// A warpgroup's row image of 64 queries as the left operand of products: fragments in registers, or its descriptor
+// where registers are short.
+template <int kDim, bool kInRegisters>
+struct LeftImage {
+  uint32_t fragments[kDim / 8];
+
+  __device__ __forceinline__ LeftImage(uint32_t address, int consumer_warp, int lane) {
+    const uint32_t row = address + 16 * (16 * (consumer_warp % 4) + lane % 16) + lane / 16 * 16 * kImageRows;
+#pragma unroll
+    for (int k = 0; k < kDim / 32; ++k) ptx::load_matrices(row + k * 32 * kImageRows, fragments + 4 * k);
+  }
+  __device__ __forceinline__ void multiply(float (&d)[32], int k, uint64_t keys) const {
+    ptx::mma(d, fragments + 4 * k, keys, k != 0);
+  }
+};
+template <int kDim>
+struct LeftImage<kDim, false> {
+  uint64_t image;
+
+  __device__ __forceinline__ LeftImage(uint32_t address, int, int) : image(address_descriptor(address)) {}
+  __device__ __forceinline__ void multiply(float (&d)[32], int k, uint64_t keys) const {
+    ptx::mma(d, image + image_at(k * 32 * kImageRows, kImageRows), keys, k != 0);
+  }
+};
+
+// d = A . B^T over the head dimension: row images of 64 queries and of 64 keys.
+template <int kDim, class Left>
+__device__ __forceinline__ void issue_product(float (&d)[32], const Left& queries, uint64_t keys) {
+#pragma unroll
+  for (int k = 0; k < kDim / 32; ++k) queries.multiply(d, k, keys + k * image_step(kImageRows));
 }
 
 // S of a stage in units of the accumulator, the bias step last.
-template <class T>
-__device__ __forceinline__ void issue_scores(float (&s)[32], uint64_t queries, uint32_t shared, int stage) {
-  using Plan = QueryPlan<T>;
-  const uint64_t keys = stage_image<T>(image_descriptor(shared + Plan::keys(0), kImageRows), stage);
-  issue_product<T>(s, queries, keys);
-  ptx::mma(s, image_descriptor(shared + Plan::kOnes, kImageRows), keys + (Plan::bias(0) - Plan::keys(0)) / 16, true);
+template <class T, class Left>
+__device__ __forceinline__ void issue_scores(float (&s)[32], const Left& queries, uint32_t shared, uint64_t stage) {
+  issue_product<T::kDim>(s, queries, stage + image_at(kKeysInStage, kImageRows));
+  const uint64_t bias = stage + image_at(kBiasInStage<T>, kImageRows);
+  if constexpr (T::kLeftInRegisters) {
+    const uint32_t ones[4] = {kBiasOnes, kBiasOnes, 0, 0};  // what fill_bias_ones writes, as a fragment
+    ptx::mma(s, ones, bias, true);
+  } else {
+    ptx::mma(s, address_descriptor(shared) + image_at(QueryPlan<T>::kOnes, kImageRows), bias, true);
+  }
+}
+
+// Whether a phase has completed, without waiting: asked early, the answer is there when the wait would start.
+__device__ __forceinline__ bool barrier_peek(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
 }
 
 template <class T>

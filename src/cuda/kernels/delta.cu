@@ -33,9 +33,17 @@ struct DeltaParams {
   int32_t items;
 };
 
+// First of the thread's two rows in arrays by padded row.
+__device__ __forceinline__ int64_t padded_row(const DeltaParams& p, const QueryItem& item,
+                                              const ConsumerThread& thread) {
+  const int64_t blocks = static_cast<int64_t>(item.head) * p.shape.sequences.q_blocks;
+  return (blocks + item.view.q_block0 + item.block) * kBlockRows + thread.row;
+}
+
 // Rows past the sequence's end get a delta' of zero: their shift is -infinity.
 __device__ __forceinline__ void store_rows(const DeltaParams& p, const QueryItem& item, const ConsumerThread& thread,
-                                           int64_t padded, const DeltaRows& rows) {
+                                           const DeltaRows& rows) {
+  const int64_t padded = padded_row(p, item, thread);
   const int64_t vector = row_vector(p.shape.sequences, p.shape.q_heads, item.sequence, item.head, item.view.q_first);
   float weighted[2], total[2];  // of all lanes of a row
 #pragma unroll
@@ -63,20 +71,19 @@ __device__ __forceinline__ void consume(const DeltaParams& p, uint32_t shared, i
   for (int32_t round = 0, index; (index = query_item_index(round)) < p.items; ++round) {
     const QueryItem item = query_item(p.shape, index);
     if (item.block < 0) continue;
-    const int64_t padded =
-        (static_cast<int64_t>(item.head) * p.shape.sequences.q_blocks + item.view.q_block0 + item.block) * kBlockRows +
-        thread.row;
+    const int64_t padded = padded_row(p, item, thread);
     DeltaRows rows = {{p.shift[padded], p.shift[padded + 8]}, {0.0f, 0.0f}, {0.0f, 0.0f}};
     if (item.tiles > 0) {
       const int buffer = block_ring.stage();
       ptx::barrier_wait(shared + Plan::block_full(buffer), block_ring.parity());
-      const uint64_t queries = image_descriptor(shared + Plan::query(buffer, 0, thread.group), kImageRows);
-      const uint64_t gradients = image_descriptor(shared + Plan::query(buffer, 1, thread.group), kImageRows);
-      delta_tiles<T>(item, p.shape.causal != 0, thread, queries, gradients, ring, rows);
+      using Left = LeftImage<T::kDim, T::kLeftInRegisters>;
+      const Left queries(shared + Plan::query(buffer, 0, thread.group), consumer_warp, thread.lane);
+      const Left gradients(shared + Plan::query(buffer, 1, thread.group), consumer_warp, thread.lane);
+      delta_tiles<T>(p.shape, index, thread, queries, gradients, ring, rows);
       thread.release(shared + Plan::block_empty(buffer));
       block_ring.advance();
     }
-    store_rows(p, item, thread, padded, rows);
+    store_rows(p, query_item(p.shape, fresh(index)), thread.anew(), rows);
   }
 }
 

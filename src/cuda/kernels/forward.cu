@@ -40,18 +40,19 @@ __device__ __forceinline__ void consume(const ForwardParams& p, uint32_t shared,
   StageRing<T::kStages> ring;
   StageRing<T::kBlocks> block_ring;
   for (int32_t round = 0, index; (index = query_item_index(round)) < p.items; ++round) {
-    const QueryItem item = query_item(p.shape, index);
-    if (item.block < 0) continue;
+    const QueryItem first = query_item(p.shape, index);
+    if (first.block < 0) continue;
     ForwardRows<T::kDim> rows;
     rows.clear();
-    if (item.tiles > 0) {
+    if (first.tiles > 0) {
       ptx::barrier_wait(shared + Plan::block_full(block_ring.stage()), block_ring.parity());
-      const uint64_t queries = image_descriptor(shared + Plan::query(block_ring.stage(), 0, thread.group), kImageRows);
-      forward_tiles<T>(item, p.shape.causal != 0, thread, queries, ring, rows);
+      const LeftImage<T::kDim, T::kLeftInRegisters> queries(shared + Plan::query(block_ring.stage(), 0, thread.group),
+                                                            consumer_warp, thread.lane);
+      forward_tiles<T>(p.shape, index, thread, queries, ring, rows);
       thread.release(shared + Plan::block_empty(block_ring.stage()));
       block_ring.advance();
     }
-    store_rows<T::kDim>(p.shape, p.output, p.mean_dot, item, thread, rows);
+    store_rows<T::kDim>(p.shape, p.output, p.mean_dot, query_item(p.shape, fresh(index)), thread.anew(), rows);
   }
 }
 

@@ -7,15 +7,15 @@
 // T starts from zero for every tile. Where a chunk holds a part of the keys, dQ continues from the FP32 sums of the chunk
 // before it, in the order of keys: no chunking changes a bit.
 //
-// The kernel reads every byte of dS once and is bound by memory: the stages keep about 100 KB in flight.
-// Roles: warpgroup 0: one lane copies; warpgroups 1 and 2 consume. Barriers: full[stage] (copies), empty[stage] (8
-// consumer warps).
+// The kernel reads every byte of dS once and should be bound by memory: the stages keep up to 192 KB in flight.
+// Roles: warpgroup 0: a lane copies, four lanes of the next warp make factors; warpgroups 1 and 2 consume. Barriers:
+// full[stage] (copies and factors), empty[stage] (8 consumer warps).
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include "cuda/collective/key_plan.h"
-#include "cuda/collective/stage_ring.h"
 #include "cuda/ptx/wgmma.h"
-#include "numerics/bf16.h"
 
 namespace dmattn::cuda {
 
@@ -23,13 +23,27 @@ template <int kHeadDim>
 struct DqTraits {
   static constexpr int D = kHeadDim;
   static constexpr int kImage = kImageRows * D, kDsTile = kImageRows * kImageRows;
-  static constexpr int kSlice = D < 128 ? D : 128, kSlices = D / kSlice;
-  static constexpr int kStages = D == 64 ? 8 : 4;
+  static constexpr int kSlice = 64;        // channels of a product; two products take turns
+  static constexpr bool kPairs = D < 256;  // both tiles of a stage in one go: registers for two tiles' codes
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kStageBytes = 4 * kDsTile + 2 * kImage;  // [warpgroup][2 tiles] dS, then two K images
-  static constexpr int kBarriers = kStages * kStageBytes, kBytes = kBarriers + 16 * kStages;
+  static constexpr int kStages = 192 * 1024 / kStageBytes;
+  static constexpr int kFactors = kStages * kStageBytes;  // ds_scale k_scale of a stage's [warpgroup][2 tiles]
+  static constexpr int kBarriers = kFactors + 16 * kStages, kBytes = kBarriers + 16 * kStages;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
+  static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
   static constexpr int full(int s) { return kBarriers + 8 * s; }
   static constexpr int empty(int s) { return kBarriers + 8 * (kStages + s); }
+};
+
+// Which stage is next and its parity, for any number of stages.
+template <int kStages>
+struct DqRing {
+  int32_t stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
 };
 
 struct DqParams {
@@ -69,29 +83,81 @@ __device__ __forceinline__ bool dq_item(const DqParams& p, int32_t item, DqItem&
   return true;
 }
 
+// Item of this CTA in a round. Items get shorter with their number: every other round goes backwards.
+__device__ __forceinline__ int32_t dq_number(int32_t round) {
+  const auto grid = static_cast<int32_t>(gridDim.x), cta = static_cast<int32_t>(blockIdx.x);
+  return round * grid + (round % 2 == 0 ? cta : grid - 1 - cta);
+}
+
+// A bulk copy of bytes that nobody reads again: they leave the codes of K in the L2.
+__device__ __forceinline__ void load_once(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier,
+                                          uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 template <class T>
 __device__ __forceinline__ void dq_copies(const DqParams& p, uint32_t shared) {
-  StageRing<T::kStages> ring;
+  uint64_t once;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  DqRing<T::kStages> ring;
 #pragma unroll 1
-  for (int32_t number = static_cast<int32_t>(blockIdx.x); number < p.items; number += static_cast<int32_t>(gridDim.x)) {
+  for (int32_t round = 0, number; (number = dq_number(round)) < p.items; ++round) {
     DqItem item;
     if (!dq_item(p, number, item)) continue;
+    const int32_t first = p.chunk.tile_first;
+    const int32_t tiles[2] = {item.end[0] - first, item.end[1] - first}, most = max(tiles[0], tiles[1]);
     const int64_t image =
         (static_cast<int64_t>(item.head / p.group) * p.shape.sequences.k_blocks + item.view.k_block0) * 2;
+    const uint8_t* keys = p.keys.k_t + (image + first) * T::kImage;
+    const uint8_t* ds[2] = {p.chunk.codes + item.ds[0] * T::kDsTile, p.chunk.codes + item.ds[1] * T::kDsTile};
 #pragma unroll 1
-    for (int32_t tile = p.chunk.tile_first; tile < max(item.end[0], item.end[1]); tile += 2) {
-      const uint32_t stage = shared + ring.stage() * T::kStageBytes, full = shared + T::full(ring.stage());
-      const int32_t count[2] = {min(2, max(0, item.end[0] - tile)), min(2, max(0, item.end[1] - tile))};
-      const int32_t keys = max(count[0], count[1]);
-      ptx::barrier_wait(shared + T::empty(ring.stage()), ring.parity() ^ 1);
-      ptx::barrier_expect(full, (count[0] + count[1]) * T::kDsTile + keys * T::kImage);
+    for (int32_t i = 0; i < most; i += 2) {
+      const uint32_t stage = shared + ring.stage * T::kStageBytes, full = shared + T::full(ring.stage);
+      const int32_t count[2] = {min(2, max(0, tiles[0] - i)), min(2, max(0, tiles[1] - i))};
+      const int32_t both = max(count[0], count[1]);
+      ptx::barrier_wait(shared + T::empty(ring.stage), ring.parity ^ 1);
+      ptx::barrier_expect(full, (count[0] + count[1]) * T::kDsTile + both * T::kImage);
 #pragma unroll
-      for (int w = 0; w < 2; ++w)
-        if (count[w] > 0)
-          ptx::bulk_load(stage + w * 2 * T::kDsTile,
-                         p.chunk.codes + (item.ds[w] + tile - p.chunk.tile_first) * T::kDsTile, count[w] * T::kDsTile,
-                         full);
-      ptx::bulk_load(stage + 4 * T::kDsTile, p.keys.k_t + (image + tile) * T::kImage, keys * T::kImage, full);
+      for (int w = 0; w < 2; ++w) {
+        if (count[w] > 0) load_once(stage + w * 2 * T::kDsTile, ds[w], count[w] * T::kDsTile, full, once);
+        ds[w] += 2 * T::kDsTile;
+      }
+      ptx::bulk_load(stage + 4 * T::kDsTile, keys, both * T::kImage, full);
+      keys += 2 * T::kImage;
+      ring.advance();
+    }
+  }
+}
+
+// Factors of the four tiles of a stage, one a lane, loaded a step ahead.
+template <class T>
+__device__ __forceinline__ void dq_factors(const DqParams& p, uint32_t shared, int lane) {
+  const int w = lane / 2 % 2, t = lane % 2;
+  DqRing<T::kStages> ring;
+#pragma unroll 1
+  for (int32_t round = 0, number; (number = dq_number(round)) < p.items; ++round) {
+    DqItem item;
+    if (!dq_item(p, number, item)) continue;
+    const int32_t first = p.chunk.tile_first, most = max(item.end[0], item.end[1]) - first;
+    const int32_t own = (w ? item.end[1] : item.end[0]) - first;
+    const float* const ds_scale = p.chunk.scale + (w ? item.ds[1] : item.ds[0]);
+    const float* const k_scale =
+        p.keys.k_scale +
+        (static_cast<int64_t>(item.head / p.group) * p.shape.sequences.k_blocks + item.view.k_block0) * 2 + first;
+    float next[2] = {0, 0};
+    if (t < own) next[0] = ds_scale[t], next[1] = k_scale[t];
+#pragma unroll 1
+    for (int32_t i = t; i < most + t; i += 2) {
+      const float now[2] = {next[0], next[1]};
+      if (i + 2 < own) next[0] = ds_scale[i + 2], next[1] = k_scale[i + 2];
+      ptx::barrier_wait(shared + T::empty(ring.stage), ring.parity ^ 1);
+      if (lane < 4) ptx::store_shared(shared + T::kFactors + 16 * ring.stage + 4 * lane, now[0] * now[1]);
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(shared + T::full(ring.stage));
       ring.advance();
     }
   }
@@ -99,30 +165,53 @@ __device__ __forceinline__ void dq_copies(const DqParams& p, uint32_t shared) {
 
 template <class T>
 struct DqConsumer {
-  static constexpr int N = T::kSlice / 2;
   const DqParams& p;
   const uint32_t shared;
   const int group, thread, warp, lane;
-  float sum[T::kSlices][N];
+  float sum[T::D / 2];
 
-  __device__ __forceinline__ void tile(uint32_t ds, uint32_t keys, float factor) {
-    uint32_t left[8];
-    const uint32_t row = ds + 16 * (16 * warp + lane % 16) + (lane / 16) * 16 * kImageRows;
-    ptx::load_matrices(row, left);
-    ptx::load_matrices(row + 2 * 16 * kImageRows, left + 4);
-    const uint64_t b = image_descriptor(keys, T::D);
-#pragma unroll
-    for (int slice = 0; slice < T::kSlices; ++slice) {
-      float product[N];
+  // kTiles tiles of a stage, from the given one on. Products of a slice of channels take turns in two
+  // accumulators: one is added while the other runs.
+  template <int kTiles>
+  __device__ __forceinline__ void tiles(int32_t number, int at) {
+    constexpr int kSlices = T::D / T::kSlice, kProducts = kTiles * kSlices;
+    const uint32_t stage = shared + number * T::kStageBytes;
+    const float2 factors = ptx::load_shared2(shared + T::kFactors + 16 * number + 8 * group);
+    const float factor[2] = {at == 0 ? factors.x : factors.y, factors.y};
+    const uint32_t row =
+        stage + (group * 2 + at) * T::kDsTile + 16 * (16 * warp + lane % 16) + (lane / 16) * 16 * kImageRows;
+    const uint64_t keys = static_cast<uint64_t>(128 >> 4) << 32 | stage >> 4;
+    uint32_t left[kTiles][8];
+    float product[2][T::kSlice / 2];
+    const auto issue = [&](int n) {
+      const int i = n / kSlices, slice = n % kSlices;
+      const uint64_t b = keys + ((4 * T::kDsTile + (at + i) * T::kImage) / 16 + (static_cast<uint64_t>(T::D) << 16) +
+                                 slice * image_rows(T::kSlice));
+      uint32_t(&codes)[8] = left[i];
+      if (slice == 0) {
+        ptx::load_matrices(row + i * T::kDsTile, codes);
+        ptx::load_matrices(row + i * T::kDsTile + 2 * 16 * kImageRows, codes + 4);
+      }
       ptx::mma_fence();
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        ptx::mma(product, left + 4 * k, b + slice * image_rows(T::kSlice) + k * image_step(T::D), k > 0);
+      ptx::mma(product[n % 2], codes, b, false);
+      ptx::mma(product[n % 2], codes + 4, b + image_step(T::D), true);
       ptx::mma_commit();
-      ptx::mma_wait<0>();
-      ptx::mma_landed(product);
+    };
+    issue(0);
 #pragma unroll
-      for (int i = 0; i < N; ++i) sum[slice][i] = fmaf(product[i], factor, sum[slice][i]);
+    for (int n = 0; n < kProducts; ++n) {
+      if (n + 1 < kProducts) {
+        issue(n + 1);
+        ptx::mma_wait<1>();
+      } else {
+        ptx::mma_wait<0>();
+      }
+      ptx::mma_landed(product[n % 2]);
+#pragma unroll
+      for (int e = 0; e < T::kSlice / 2; ++e) {
+        float& to = sum[n % kSlices * (T::kSlice / 2) + e];
+        to = fmaf(product[n % 2][e], factor[n / kSlices], to);
+      }
     }
   }
 
@@ -133,82 +222,102 @@ struct DqConsumer {
   }
 
   __device__ __forceinline__ void begin(const DqItem& item) {
+    if (p.output.first) {
 #pragma unroll
-    for (int slice = 0; slice < T::kSlices; ++slice)
+      for (int i = 0; i < T::D / 2; ++i) sum[i] = 0.0f;
+      return;
+    }
+    const float* const from = partial(item);
 #pragma unroll
-      for (int i = 0; i < N; i += 4) {
-        float4 x = {0, 0, 0, 0};
-        if (!p.output.first) x = *reinterpret_cast<const float4*>(partial(item) + 128 * (slice * N + i));
-        sum[slice][i] = x.x, sum[slice][i + 1] = x.y, sum[slice][i + 2] = x.z, sum[slice][i + 3] = x.w;
+    for (int i = 0; i < T::D / 2; i += 4) {
+      const float4 x = *reinterpret_cast<const float4*>(from + 128 * i);
+      sum[i] = x.x, sum[i + 1] = x.y, sum[i + 2] = x.z, sum[i + 3] = x.w;
+    }
+  }
+
+  template <bool kAligned>
+  __device__ __forceinline__ void store_row(uint16_t* out, int half) const {
+    float scale = p.shape.softmax_scale;
+    asm volatile("" : "+f"(scale));  // products stay on this side of the branches around them
+#pragma unroll
+    for (int i = 0; i < T::D / 2; i += 4) {
+      const float* const x = &sum[i + 2 * half];
+      uint16_t* const to = out + 2 * i;
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0] * scale, x[1] * scale);
+      if constexpr (kAligned) {
+        *reinterpret_cast<__nv_bfloat162*>(to) = pair;
+      } else {
+        to[0] = __bfloat16_as_ushort(pair.x);
+        to[1] = __bfloat16_as_ushort(pair.y);
       }
+    }
   }
 
   __device__ __forceinline__ void finish(const DqItem& item) const {
+    if (!p.output.last) {
+      float* const to = partial(item);
+#pragma unroll
+      for (int i = 0; i < T::D / 2; i += 4)
+        *reinterpret_cast<float4*>(to + 128 * i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
+      return;
+    }
     const int32_t row = item.block * kBlockRows + group * kImageRows + 16 * warp + lane / 4;
 #pragma unroll
-    for (int slice = 0; slice < T::kSlices; ++slice)
-#pragma unroll
-      for (int i = 0; i < N; i += 4) {
-        const float* x = &sum[slice][i];
-        if (!p.output.last) {
-          *reinterpret_cast<float4*>(partial(item) + 128 * (slice * N + i)) = {x[0], x[1], x[2], x[3]};
-          continue;
-        }
-        const int channel = slice * T::kSlice + 2 * i + 2 * (lane % 4);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (row + 8 * half >= item.view.q_rows) continue;
-          uint16_t* out =
-              row_pointer(p.output.dq, p.shape.sequences, item.sequence, item.view.q_first, row + 8 * half, item.head) +
-              channel;
-          const uint16_t a = numerics::bf16_encode(x[2 * half] * p.shape.softmax_scale);
-          const uint16_t b = numerics::bf16_encode(x[2 * half + 1] * p.shape.softmax_scale);
-          if (p.output.dq.aligned) {
-            *reinterpret_cast<uint32_t*>(out) = a | static_cast<uint32_t>(b) << 16;
-          } else {
-            out[0] = a;
-            out[1] = b;
-          }
-        }
-      }
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half >= item.view.q_rows) continue;
+      uint16_t* const out =
+          row_pointer(p.output.dq, p.shape.sequences, item.sequence, item.view.q_first, row + 8 * half, item.head) +
+          2 * (lane % 4);
+      if (p.output.dq.aligned)
+        store_row<true>(out, half);
+      else
+        store_row<false>(out, half);
+    }
+    __syncwarp();  // products want whole warps
   }
 
   __device__ __forceinline__ void run() {
-    StageRing<T::kStages> ring;
+    DqRing<T::kStages> ring;
 #pragma unroll 1
-    for (int32_t number = static_cast<int32_t>(blockIdx.x); number < p.items;
-         number += static_cast<int32_t>(gridDim.x)) {
+    for (int32_t round = 0, number; (number = dq_number(round)) < p.items; ++round) {
       DqItem item;
       if (!dq_item(p, number, item)) continue;
-      const int32_t end = group ? item.end[1] : item.end[0];
-      const float* ds_scale = p.chunk.scale + (group ? item.ds[1] : item.ds[0]) - p.chunk.tile_first;
-      const float* k_scale =
-          p.keys.k_scale +
-          (static_cast<int64_t>(item.head / p.group) * p.shape.sequences.k_blocks + item.view.k_block0) * 2;
+      const int32_t first = p.chunk.tile_first;
+      const int32_t own = (group ? item.end[1] : item.end[0]) - first;
+      const int32_t most = max(item.end[0], item.end[1]) - first;
       begin(item);
-      int32_t j = p.chunk.tile_first;
-      float factor[2] = {0, 0};
-#pragma unroll
-      for (int t = 0; t < 2; ++t)
-        if (j + t < end) factor[t] = ds_scale[j + t] * k_scale[j + t];
-#pragma unroll 1
-      for (; j < max(item.end[0], item.end[1]); j += 2) {
-        float next[2] = {0, 0};  // the following step's, on their way during this one
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-          if (j + 2 + t < end) next[t] = ds_scale[j + 2 + t] * k_scale[j + 2 + t];
-        const uint32_t stage = shared + ring.stage() * T::kStageBytes;
-        ptx::barrier_wait(shared + T::full(ring.stage()), ring.parity());
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-          if (j + t < end)
-            tile(stage + (2 * group + t) * T::kDsTile, stage + 4 * T::kDsTile + t * T::kImage, factor[t]);
+      const auto wait = [&] { ptx::barrier_wait(shared + T::full(ring.stage), ring.parity); };
+      const auto release = [&] {
         __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(shared + T::empty(ring.stage()));
+        if (lane == 0) ptx::barrier_arrive(shared + T::empty(ring.stage));
         ring.advance();
-        factor[0] = next[0], factor[1] = next[1];
+      };
+      int32_t i = 0;
+#pragma unroll 1
+      for (; i + (T::kPairs ? 2 : 1) <= own; i += 2) {
+        wait();
+        if constexpr (T::kPairs) {
+          tiles<2>(ring.stage, 0);
+        } else {
+          tiles<1>(ring.stage, 0);
+          if (i + 1 < own) tiles<1>(ring.stage, 1);
+        }
+        release();
       }
-      finish(item);
+      if (T::kPairs && i < own) {
+        wait();
+        tiles<1>(ring.stage, 0);
+        release();
+        i += 2;
+      }
+#pragma unroll 1
+      for (; i < most; i += 2) {  // the other warpgroup's alone
+        wait();
+        release();
+      }
+      DqItem again;  // computed anew: the loop has no registers to keep it
+      dq_item(p, opaque(number), again);
+      finish(again);
     }
   }
 };
@@ -221,17 +330,18 @@ __global__ void __launch_bounds__(T::kThreads, 1) query_gradients_kernel(const _
   const int thread = static_cast<int>(threadIdx.x) % 128;
   if (threadIdx.x == 0) {
     for (int s = 0; s < T::kStages; ++s) {
-      ptx::barrier_init(shared + T::full(s), 1);
+      ptx::barrier_init(shared + T::full(s), 2);
       ptx::barrier_init(shared + T::empty(s), T::kConsumerWarps);
     }
     ptx::barrier_init_fence();
   }
   __syncthreads();
   if (warpgroup == 0) {
-    ptx::registers_lower<40>();
+    ptx::registers_lower<T::kProducerRegisters>();
     if (thread == 0) dq_copies<T>(p, shared);
+    if (thread / 32 == 1) dq_factors<T>(p, shared, thread % 32);
   } else {
-    ptx::registers_raise<232>();
+    ptx::registers_raise<T::kConsumerRegisters>();
     DqConsumer<T> consumer{p, shared, warpgroup - 1, thread, __shfl_sync(0xffffffffu, thread / 32, 0), thread % 32};
     consumer.run();
   }

@@ -36,6 +36,12 @@ __device__ __forceinline__ int32_t tiles_seen(const SequenceView& view, bool cau
   return (keys + kImageRows - 1) / kImageRows;
 }
 
+// The same number, but the compiler cannot know: what depends on it is computed again, not kept in registers.
+__device__ __forceinline__ int32_t fresh(int32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Item of this CTA in a round; there is none from the first index on that is not below the number of items.
 __device__ __forceinline__ int32_t query_item_index(int32_t round) {
   const auto grid = static_cast<int32_t>(gridDim.x), cta = static_cast<int32_t>(blockIdx.x);
