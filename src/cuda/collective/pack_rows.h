@@ -87,36 +87,6 @@ __device__ __forceinline__ void load_rows(const RowSource& source, const ThreadR
   }
 }
 
-// Adds `count` rows of 8 channels to `sum`, one after the other: a partial sum of a mean.
-template <bool kAligned>
-__device__ __forceinline__ void add_rows_as(const uint16_t* x, int64_t stride, int32_t count, float (&sum)[kChunk]) {
-  constexpr int kBatch = 8;  // rows whose loads are in flight together
-  const auto load = [&](int32_t row) {
-    return kAligned ? load_chunk(x + row * stride) : load_chunk_by_elements(x + row * stride);
-  };
-  const auto add = [&](const Chunk& chunk) {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) sum[i] = __fadd_rn(sum[i], channel(chunk, i));
-  };
-  int32_t row = 0;
-  for (; row + kBatch <= count; row += kBatch) {
-    Chunk batch[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) batch[i] = load(row + i);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) add(batch[i]);
-  }
-  for (; row < count; ++row) add(load(row));
-}
-__device__ __forceinline__ void add_rows(const uint16_t* x, int64_t stride, int32_t count, bool aligned,
-                                         float (&sum)[kChunk]) {
-  if (aligned) {
-    add_rows_as<true>(x, stride, count, sum);
-  } else {
-    add_rows_as<false>(x, stride, count, sum);
-  }
-}
-
 // ---- amax: magnitudes as bits, which order like the numbers with infinity and NaN on top (numerics/scale.h) ----
 
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }

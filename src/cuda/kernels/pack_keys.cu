@@ -4,6 +4,7 @@
 // partial sums of a channel, ascending, and divides once. key_codes: a CTA of 2 D threads per image of 64 keys and KV
 // head (collective/pack_rows.h); it reads K and V once and writes up to four images. Images past a sequence's end within
 // its last block of 128 are written too: codes and scale 0.
+#include "cuda/collective/pack_copies.h"
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"
 #include "cuda/kernels/kernels.h"
@@ -51,8 +52,9 @@ __global__ void __launch_bounds__(kPartialThreads) key_partials(Shape shape, Ten
   if (me.owner < 0 || me.rows <= 0) return;
   const int channel = pack::kChunk * (static_cast<int>(threadIdx.x) % kLanes);
   const uint16_t* const key = row_pointer(k, s, me.owner, me.view.k_first, me.first, me.head) + channel;
+  __shared__ __align__(16) pack::RowRing<kPartialThreads> ring;
   float sum[pack::kChunk] = {};
-  pack::add_rows(key, k.seq_stride, min(me.rows, kImageRows), k.aligned, sum);
+  pack::add_rows(key, k.seq_stride, min(me.rows, kImageRows), k.aligned, ring, sum);
   float4* const out = reinterpret_cast<float4*>(codes.k_partial + me.at * kDim + channel);
   out[0] = {sum[0], sum[1], sum[2], sum[3]};
   out[1] = {sum[4], sum[5], sum[6], sum[7]};
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(2 * kDim) key_codes(Shape shape, TensorView k,
   using Threads = ThreadRows<kDim>;
   using Stage = pack::TransposedStage<kDim>;
   const Sequences& s = shape.sequences;
-  const KeyImage at = key_image(s, blockIdx.x);
+  const KeyImage at = key_image(s, gridDim.x - 1 - blockIdx.x);  // first the keys that the cache still holds
   if (at.owner < 0) return;
   const Threads me(threadIdx.x);
   __shared__ __align__(16) uint8_t stage[2][Stage::kBytes];

@@ -1,15 +1,16 @@
 // Q for S: means of blocks of queries, their biases, and codes of q - mu with scales that let the bias fit
 // (docs/numerics.md, section 1: "Q mean", "Column bias"). Without centring: codes of q alone.
 //
-// Three launches. query_means: a CTA per mean block and query head; its threads add up 64 rows of 8 channels each, and
-// those partial sums are added ascending. column_bias: a CTA walks images of 64 keys of a query head, a quarter of one a
-// warp (collective/bias_gemm.h). It covers every key, seen or not, as the guard asks for all of the sequence.
+// Three launches. query_means: a CTA per mean block and query head; its threads add up 64 rows of 8 channels each, then
+// those partial sums are added ascending. column_bias: a CTA walks images of 64 keys of a query head, a quarter of one
+// a warp (collective/bias_gemm.h). It covers every key, seen or not, as the guard asks for all of the sequence.
 // query_codes: a CTA of 2 D threads per block of 128 rows and query head (collective/pack_rows.h); a thread has four
-// rows of either image.
+// rows of either image, which wait in shared memory: many copies are in flight at once.
 #include <algorithm>
 
 #include "cuda/collective/bias_gemm.h"
 #include "cuda/collective/bias_guard.h"
+#include "cuda/collective/pack_copies.h"
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"
 #include "cuda/kernels/kernels.h"
@@ -76,12 +77,13 @@ __global__ void __launch_bounds__(MeanThreads<kDim>::kThreads)
   const int32_t rows = min(at.rows, span * kBlockRows);
   const uint16_t* const first = row_pointer(q, s, at.owner, at.view.q_first, at.first, at.head) + channel;
   __shared__ float partial[Threads::kParts][kDim];
+  __shared__ __align__(16) pack::RowRing<Threads::kThreads> ring;
   float total[pack::kChunk] = {};  // of the first kLanes threads
   for (int32_t row0 = 0; row0 < rows; row0 += Threads::kParts * numerics::kMeanRows) {
     float sum[pack::kChunk] = {};
     const int32_t row = row0 + part * numerics::kMeanRows;
     const int32_t count = min(rows - row, numerics::kMeanRows);
-    pack::add_rows(first + row * q.seq_stride, q.seq_stride, count, q.aligned, sum);
+    pack::add_rows(first + row * q.seq_stride, q.seq_stride, count, q.aligned, ring, sum);
 #pragma unroll
     for (int i = 0; i < pack::kChunk; ++i) partial[part][channel + i] = sum[i];
     __syncthreads();
@@ -94,8 +96,15 @@ __global__ void __launch_bounds__(MeanThreads<kDim>::kThreads)
   }
   if (part != 0) return;
   float* const out = codes.mean + mean_index(shape, at.head, at.owner, block) * kDim + channel;
+  const float count = static_cast<float>(rows);
+  if ((rows & (rows - 1)) == 0) {  // the usual 128: the inverse is exact, so this is the division
+    const float inverse = __fdiv_rn(1.0f, count);
 #pragma unroll
-  for (int i = 0; i < pack::kChunk; ++i) out[i] = numerics::bf16_round(__fdiv_rn(total[i], static_cast<float>(rows)));
+    for (int i = 0; i < pack::kChunk; ++i) out[i] = numerics::bf16_round(__fmul_rn(total[i], inverse));
+  } else {
+#pragma unroll
+    for (int i = 0; i < pack::kChunk; ++i) out[i] = numerics::bf16_round(__fdiv_rn(total[i], count));
+  }
 }
 
 // 64 keys of a KV head, for the mean blocks of one query head.
@@ -262,11 +271,13 @@ __global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned
   ptx::copy_async_wait<0>();
 }
 
+constexpr int kHalves = kBlockRows / kImageRows;
+
 template <int kDim>
-__global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
+__global__ void __launch_bounds__(2 * kDim, 512 / kDim)
     query_codes(Shape shape, TensorView q, KeyCodes keys, QueryCodes codes) {
   using Threads = ThreadRows<kDim>;
-  constexpr int kHalves = kBlockRows / kImageRows;
+  using Rows = pack::CopiedRows<kDim>;
   const Sequences& s = shape.sequences;
   const QueryBlock at = query_block(s, blockIdx.x);
   if (at.owner < 0) return;
@@ -274,14 +285,16 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
   const int32_t kv_head = at.head / (shape.q_heads / shape.kv_heads);
   __shared__ uint32_t scratch[1][Threads::kWarps];
   __shared__ unsigned long long need_scratch[Threads::kWarps];
+  extern __shared__ __align__(128) uint8_t storage[];
 
-  Chunk x[kHalves][pack::kThreadRows];
-#pragma unroll
+  const auto x = [&](int half) { return Rows(storage + half * Rows::kBytes); };
+#pragma unroll 1  // registers are short
   for (int half = 0; half < kHalves; ++half) {
     const int32_t skip = half * kImageRows;
-    pack::load_rows(pack::row_source(q, s, at.owner, at.view.q_first, at.first + skip, at.head, at.rows - skip), me,
-                    x[half]);
+    pack::copy_rows(pack::row_source(q, s, at.owner, at.view.q_first, at.first + skip, at.head, at.rows - skip), me,
+                    x(half));
   }
+  ptx::copy_async_commit();
   const bool centred = shape.mean_blocks_max > 0;
   alignas(16) float mu[pack::kChunk] = {};
   double need = 0;
@@ -297,28 +310,33 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
         (at.view.k_rows + kImageRows - 1) / kImageRows, need_scratch);
   }
   const auto exists = [&](int half, int i) { return half * kImageRows + me.row(i) < at.rows; };
-  const auto value = [&](int half, int i, int c) { return __fsub_rn(pack::channel(x[half][i], c), mu[c]); };
 
+  ptx::copy_async_wait<0>();
   uint32_t amax[1] = {0};
-#pragma unroll
+#pragma unroll 1  // registers are short
   for (int half = 0; half < kHalves; ++half)
 #pragma unroll
     for (int i = 0; i < pack::kThreadRows; ++i) {
       if (!exists(half, i)) continue;
+      const Chunk row = x(half).row(i);
 #pragma unroll
-      for (int c = 0; c < pack::kChunk; ++c) amax[0] = max(amax[0], pack::magnitude_bits(value(half, i, c)));
+      for (int c = 0; c < pack::kChunk; ++c)
+        amax[0] = max(amax[0], pack::magnitude_bits(__fsub_rn(pack::channel(row, c), mu[c])));
     }
   pack::block_amax<Threads::kWarps>(amax, scratch);
   const float most = __uint_as_float(amax[0]);
   const numerics::BlockScale scale = centred ? pack::centred_scale(most, need) : numerics::block_scale(most);
   if (threadIdx.x == 0) codes.q_scale[at.at] = scale.scale;
-#pragma unroll
+#pragma unroll 1  // registers are short
   for (int half = 0; half < kHalves; ++half) {
-    pack::RowCodes row;
+    pack::RowCodes code;
 #pragma unroll
-    for (int i = 0; i < pack::kThreadRows; ++i)
-      pack::encode_row(row, i, scale.inverse, exists(half, i), [&](int c) { return value(half, i, c); });
-    pack::store_row_image(codes.q + (at.at * kHalves + half) * (kImageRows * kDim), me, row);
+    for (int i = 0; i < pack::kThreadRows; ++i) {
+      const Chunk row = x(half).row(i);
+      pack::encode_row(code, i, scale.inverse, exists(half, i),
+                       [&](int c) { return __fsub_rn(pack::channel(row, c), mu[c]); });
+    }
+    pack::store_row_image(codes.q + (at.at * kHalves + half) * (kImageRows * kDim), me, code);
   }
 
   if (!codes.mean_dot) return;
@@ -327,13 +345,14 @@ __global__ void __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
   alignas(16) float mean[pack::kChunk];
   *reinterpret_cast<float4*>(mean) = __ldg(reinterpret_cast<const float4*>(k_mean));
   *reinterpret_cast<float4*>(mean + 4) = __ldg(reinterpret_cast<const float4*>(k_mean + 4));
-#pragma unroll
+#pragma unroll 1  // registers are short
   for (int half = 0; half < kHalves; ++half)
 #pragma unroll
     for (int i = 0; i < pack::kThreadRows; ++i) {
+      const Chunk row = x(half).row(i);
       float dot = 0.0f;
 #pragma unroll
-      for (int c = 0; c < pack::kChunk; ++c) dot = __fmaf_rn(pack::channel(x[half][i], c), mean[c], dot);
+      for (int c = 0; c < pack::kChunk; ++c) dot = __fmaf_rn(pack::channel(row, c), mean[c], dot);
       dot = pack::add_row_lanes<kDim>(dot);
       if (me.chunk == 0)
         codes.mean_dot[at.at * kBlockRows + half * kImageRows + me.row(i)] = exists(half, i) ? dot : 0.0f;
@@ -372,7 +391,11 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const TensorVi
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     if (const cudaError_t error = launch_bias<kDim>(launch, shape, k, keys, codes); error != cudaSuccess) return error;
   }
-  query_codes<kDim><<<static_cast<uint32_t>(blocks), 2 * kDim, 0, launch.stream>>>(shape, q, keys, codes);
+  constexpr int kBytes = kHalves * pack::CopiedRows<kDim>::kBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(query_codes<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  query_codes<kDim><<<static_cast<uint32_t>(blocks), 2 * kDim, kBytes, launch.stream>>>(shape, q, keys, codes);
   return cudaGetLastError();
 }
 

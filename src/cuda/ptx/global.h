@@ -11,6 +11,12 @@ namespace dmattn::cuda::ptx {
 __device__ __forceinline__ void copy_async4(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
+// The same, or zeros: then the pointer is not read.
+__device__ __forceinline__ void copy_async4_if(void* shared, const void* global, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(exists ? 16 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // At most kPending of this thread's groups are unfinished.
 template <int kPending>
