@@ -244,9 +244,10 @@ def forward(
     device: torch.device | str = DEVICE,
     low: bool = True,
     offsets: tuple[Tensor, Tensor] | None = None,
+    check: bool = True,
 ) -> Saved:
     """``x`` on ``device``, any strides; ``low``: in onepass, ask for O's remainder; ``offsets``: other cu_seqlens than
-    the case's."""
+    the case's; ``check``: look at the guards, which waits for the GPU."""
     out = Poisoned(device)
     wants_low = low and case.mode == "onepass"
     saved = Saved(
@@ -267,7 +268,8 @@ def forward(
         **_workspace(out, _library.workspace_size(call.problem)[0]),
     )
     _library.call("forward", call.problem, ctypes.byref(args))
-    assert out.intact(), "the forward wrote outside its outputs or its workspace"
+    if check:
+        assert out.intact(), "the forward wrote outside its outputs or its workspace"
     return saved
 
 

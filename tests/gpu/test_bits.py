@@ -1,0 +1,119 @@
+"""What the contract calls bitwise: codes, scales and means; delta of stale, consistent and onepass from equal inputs;
+M and the rounded sums, which only hang on codes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gpu_calls import DEVICE, ON_GPU, Case, Inputs, backward, forward, gaussian, quantise, run, square
+from gpu_compare import bits, mismatches
+
+from oracle import arithmetic
+from oracle import quantise as blocks
+
+SHAPES = [(64, 200, 2), (128, 513, 2), (256, 129, 1), (64, 1, 2)]
+LONG = (128, 8300, 1)  # two blocks of 128 rows to a mean of q
+
+
+def _case(head_dim: int, length: int, batch: int, centre: str | None = None, mode: str = "matched") -> Case:
+    return square(mode, head_dim, length, (4, 2) if length < 4096 else (1, 1), batch=batch, centre=centre)
+
+
+def _varied(case: Case) -> Inputs:
+    """Gaussian with means, an outlier channel, rows of different size and a block of zeros."""
+    x = gaussian(case)
+    draw = torch.Generator().manual_seed(1)
+    for t in x:
+        t += 3 * torch.randn(t.shape[-1], generator=draw).to(torch.bfloat16)
+        t[..., 0] *= 8
+        t *= torch.exp2(torch.randint(-4, 4, t.shape[:2], generator=draw))[..., None, None].to(torch.bfloat16)
+        t[:, 64:128] = 0
+    return x
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("centre", ["none", "qk"])
+@pytest.mark.parametrize("operand", ["k", "v"])
+@pytest.mark.parametrize("head_dim,length,batch", SHAPES)
+def test_codes_of_keys(judge, operand, head_dim, length, batch, centre):
+    case = _case(head_dim, length, batch, centre)
+    x = _varied(case)
+    source = x.k if operand == "k" else x.v
+    gpu, twin = quantise(case, operand, source.to(DEVICE)), quantise(case, operand, source, "cpu")
+    for name in ("codes", "scale", "mean"):
+        judge.same_bits(name, mismatches(getattr(gpu, name), getattr(twin, name)), case)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("operand", ["k", "v"])
+def test_codes_of_a_block_with_nan(judge, operand, value):
+    case = _case(64, 300, 1, "none")
+    x = gaussian(case).k
+    x[0, 100, 1, 3] = value
+    gpu, twin = quantise(case, operand, x.to(DEVICE)), quantise(case, operand, x, "cpu")
+    judge.same_bits("codes", mismatches(gpu.codes, twin.codes), case)
+    judge.same_bits("scale", mismatches(gpu.scale, twin.scale), case)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("centre", ["none", "k", "qk"])
+@pytest.mark.parametrize("varied", [False, True], ids=["gaussian", "varied"])
+@pytest.mark.parametrize("head_dim,length,batch", [(64, 200, 2), (128, 513, 1), (256, 129, 1), (64, 8300, 1)])
+def test_codes_of_queries(judge, head_dim, length, batch, varied, centre):
+    """Codes of q as S takes them, against the oracle: means, and scales that the bias raises."""
+    case = _case(head_dim, length, batch, centre)
+    x = _varied(case) if varied else gaussian(case)
+    gpu = quantise(case, "q_scores", x.q.to(DEVICE), k=x.k.to(DEVICE))
+    wrong = dict.fromkeys(("codes", "scale", "mean"), 0)
+    for b in range(batch):
+        for h in range(case.q_heads):
+            q, k = (t[b, :, i].float().numpy() for t, i in ((x.q, h), (x.k, h * case.kv_heads // case.q_heads)))
+            ops = blocks.operands(q, k, k, centre)
+            codes = torch.from_numpy(arithmetic.e4m3_bits(ops.q.codes))
+            wrong["codes"] += mismatches(gpu.codes[b, :, h].cpu(), codes)
+            wrong["scale"] += mismatches(gpu.scale[b, h].cpu(), torch.from_numpy(ops.q.scale))
+            means = blocks.query_means(q)[1] if centre == "qk" else np.zeros_like(gpu.mean[b, h].cpu().numpy())
+            wrong["mean"] += mismatches(gpu.mean[b, h].cpu(), torch.from_numpy(means))
+    for name, count in wrong.items():
+        judge.same_bits(name, count, case)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("function", ["delta", "backward"])
+@pytest.mark.parametrize("mode", ["stale", "consistent", "onepass"])
+@pytest.mark.parametrize("head_dim,length,batch", [*SHAPES, (128, 1300, 1)])
+def test_delta(judge, head_dim, length, batch, mode, function):
+    """From the twin's O and saved statistics."""
+    case = _case(head_dim, length, batch, mode=mode)
+    x = _varied(case) if length > 1 else gaussian(case)
+    twin = run(case, x, "cpu")
+    gpu = backward(case, x.to(DEVICE), twin.saved.to(DEVICE), function=function)
+    judge.same_bits("delta", mismatches(gpu.delta, twin.gradients.delta), case)
+
+
+@pytest.mark.parametrize("head_dim,length,batch", [*SHAPES, LONG])
+def test_row_references(judge, head_dim, length, batch):
+    """M hangs on scores alone, whose products are modelled bit by bit."""
+    case = _case(head_dim, length, batch)
+    for x in (gaussian(case), _varied(case)):
+        gpu, twin = forward(case, x.to(DEVICE)), forward(case, x, "cpu")
+        judge.at_most("M", float(mismatches(gpu.reference, twin.reference)), 0.0, case, "modelled")
+        # Sums of codes: a flipped code of P, 0.1 % of them at most, moves one by a sixteenth of a term.
+        close = (gpu.sum[1].cpu().double() / twin.sum[1].double() - 1).abs().max()
+        judge.at_most("sums of codes", float(close), 2e-3, case)
+        close = (gpu.sum[0].cpu().double() / twin.sum[0].double() - 1).abs().max()
+        judge.at_most("sums of p", float(close), 2e-6, case)
+
+
+@pytest.mark.parametrize("length", [200, 1300])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_codes_of_p(judge, head_dim, length):
+    """At least 99.9 % of the forward's codes of P agree: where all of a row's do, so do the bits of its rounded sum."""
+    case = square("stale", head_dim, length, (2, 1), batch=1)
+    x = gaussian(case)
+    gpu, twin = forward(case, x.to(DEVICE)), forward(case, x, "cpu")
+    rows = float((bits(gpu.sum[1].cpu()) != bits(twin.sum[1])).double().mean())
+    # A row of n keys whose codes flip with probability p differs with about n p.
+    judge.at_most("share of rows with a flipped code", rows, 1e-3 * length / 2, case)
+    assert ON_GPU or rows == 0
