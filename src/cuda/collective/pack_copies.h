@@ -37,6 +37,16 @@ __device__ __forceinline__ void copy_rows(const RowSource& source, const ThreadR
   }
 }
 
+// Has the rows in the L2 cache by the time that load_rows asks for them.
+template <int kDim>
+__device__ __forceinline__ void prefetch_rows(const RowSource& source, const ThreadRows<kDim>& me) {
+  constexpr int kLine = 128 / 16;  // chunks
+  if (me.chunk % kLine != 0) return;
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+    if (me.row(i) < source.rows) ptx::prefetch_l2(source.first + kChunk * me.chunk + me.row(i) * source.stride);
+}
+
 // Rows of a partial sum, sixteen ahead.
 template <int kThreads>
 struct RowRing {

@@ -50,7 +50,9 @@ struct GradientImage {
 __device__ __forceinline__ GradientImage gradient_image(const Shape& shape) {
   const Sequences& s = shape.sequences;
   GradientImage out;
-  const uint32_t cluster = blockIdx.x / kClusterCtas, intervals = static_cast<uint32_t>(interval_count(s));
+  // From the last on: of q, that is what the cache still holds.
+  const uint32_t cluster = (gridDim.x - 1 - blockIdx.x) / kClusterCtas;
+  const auto intervals = static_cast<uint32_t>(interval_count(s));
   out.rank = static_cast<int32_t>(blockIdx.x % kClusterCtas);
   out.head = static_cast<int32_t>(cluster / intervals);
   out.kv_head = out.head / (shape.q_heads / shape.kv_heads);

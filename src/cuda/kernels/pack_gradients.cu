@@ -2,12 +2,13 @@
 // (2^k / rounded sum) dO and of plain q (docs/numerics.md, section 4).
 //
 // Scales hold over 512 rows. A cluster of 8 CTAs has such an interval of a query head, 64 rows (one image) each, 2 D
-// threads a CTA (collective/pack_rows.h). Every tensor is read once: rows stay in registers while the CTAs tell each
-// other their amaxes. CTAs past the sequence's last block leave at once and are asked for nothing.
+// threads a CTA (collective/pack_rows.h). Every tensor is read once: rows stay in shared memory while the CTAs tell
+// each other their amaxes. CTAs past the sequence's last block leave at once and are asked for nothing.
 //
 // Statistics of a row belong to the first 64 threads, in padded row order. From a public lse alone, a kernel in front
 // puts references and sums where this one finds them: into gradients.shift and gradients.weight, which it overwrites.
 #include "cuda/collective/pack_cluster.h"
+#include "cuda/collective/pack_copies.h"
 #include "cuda/collective/pack_intervals.h"
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"
@@ -22,12 +23,6 @@ using pack::RowCodes;
 using pack::RowOrder;
 using pack::ThreadRows;
 
-template <int kDim>
-__device__ __forceinline__ void load_image(const TensorView& x, const Sequences& s, const pack::GradientImage& at,
-                                           const ThreadRows<kDim>& me, Chunk (&rows)[pack::kThreadRows]) {
-  pack::load_rows(pack::row_source(x, s, at.sequence, at.view.q_first, at.first, at.head, at.rows), me, rows);
-}
-
 // From the public lse alone: M and the sum such that 2^M sum = 2^(lse log2 e), scores centred as Q's codes have them.
 // M goes into gradients.shift, the sum into gradients.weight. Grade: bounded (FP64 exp2 differs between libraries).
 template <int kDim>
@@ -39,7 +34,7 @@ __global__ void __launch_bounds__(2 * kDim)
   const ThreadRows<kDim> me(threadIdx.x);
   __shared__ float dot[kImageRows];
   Chunk q[pack::kThreadRows];
-  load_image(input.q, s, at, me, q);
+  pack::load_rows(pack::row_source(input.q, s, at.sequence, at.view.q_first, at.first, at.head, at.rows), me, q);
   const float* const mean =
       keys.k_mean + (static_cast<int64_t>(at.kv_head) * s.batch + at.sequence) * kDim + pack::kChunk * me.chunk;
 #pragma unroll
@@ -115,39 +110,56 @@ __device__ __forceinline__ float row_dot(A a, B b) {
   return pack::add_row_lanes<kDim>(sum);
 }
 
+// Shared memory: the CTA's rows of dO, q and O. The transposed images take the place of O and, later, of dO.
 template <int kDim>
-__global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 * kDim, kDim == 256 ? 1 : 256 / kDim)
+constexpr int kGradientBytes = 3 * pack::CopiedRows<kDim>::kBytes;
+
+template <int kDim>
+__global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 * kDim, 512 / kDim)
     gradient_codes(Shape shape, GradientInput input, GradientCodes codes) {
   using Threads = ThreadRows<kDim>;
-  using Stage = pack::TransposedStage<kDim>;
+  using Rows = pack::CopiedRows<kDim>;
   constexpr int64_t kImageBytes = kImageRows * kDim;
+  static_assert(pack::TransposedStage<kDim>::kBytes <= Rows::kBytes);
   enum { kD, kDv, kQ, kOperands };
   const Sequences& s = shape.sequences;
   const pack::GradientImage at = pack::gradient_image(shape);
   if (at.rank >= at.peers) return;
   const Threads me(threadIdx.x);
-  __shared__ __align__(16) uint8_t stage[2][Stage::kBytes];
+  extern __shared__ __align__(128) uint8_t storage[];
   __shared__ RowStatistics rows;
   __shared__ uint32_t scratch[kOperands][Threads::kWarps];
   __shared__ uint32_t peer_amax[kOperands][pack::kClusterCtas];  // written by the peers
+  uint8_t* const d_o_rows = storage;
+  uint8_t* const o_rows = storage + 2 * Rows::kBytes;
+  const Rows d_o(d_o_rows), q(storage + Rows::kBytes), o(o_rows);
+  const bool with_o = input.delta == nullptr && input.rule != DeltaRule::matched;
+  const bool with_low = with_o && input.rule == DeltaRule::onepass && input.o_low.data != nullptr;
+  const auto source = [&](const TensorView& x) {
+    return pack::row_source(x, s, at.sequence, at.view.q_first, at.first, at.head, at.rows);
+  };
 
   pack::cluster_arrive();  // this CTA has started
-  Chunk d_o[pack::kThreadRows], q[pack::kThreadRows], o[pack::kThreadRows] = {};
-  load_image(input.d_o, s, at, me, d_o);
-  load_image(input.q, s, at, me, q);
+  pack::copy_rows(source(input.d_o), me, d_o);
+  pack::copy_rows(source(input.q), me, q);
+  ptx::copy_async_commit();
+  if (with_o) pack::copy_rows(source(input.o), me, o);
+  ptx::copy_async_commit();
+  if (with_low) pack::prefetch_rows(source(input.o_low), me);
   if (threadIdx.x < kImageRows) row_statistics(shape, input, at, codes, rows);
   __syncthreads();
 
-  float weight[pack::kThreadRows], dv_weight[pack::kThreadRows];
+  ptx::copy_async_wait<1>();
+  float weight[pack::kThreadRows];
   uint32_t amax[kOperands] = {};
 #pragma unroll
   for (int i = 0; i < pack::kThreadRows; ++i) {
-    weight[i] = rows.weight[me.row(i)], dv_weight[i] = rows.dv_weight[me.row(i)];
-    if (weight[i] == 0.0f) d_o[i] = Chunk{};
-    const float most = __uint_as_float(pack::chunk_amax(d_o[i]));  // a product's rounding keeps the order
+    weight[i] = rows.weight[me.row(i)];
+    if (weight[i] == 0.0f) d_o[i] = uint4{};
+    const float most = __uint_as_float(pack::chunk_amax(d_o.row(i)));  // a product's rounding keeps the order
     amax[kD] = max(amax[kD], pack::magnitude_bits(__fmul_rn(weight[i], most)));
-    amax[kDv] = max(amax[kDv], pack::magnitude_bits(__fmul_rn(dv_weight[i], most)));
-    amax[kQ] = max(amax[kQ], pack::chunk_amax(q[i]));
+    amax[kDv] = max(amax[kDv], pack::magnitude_bits(__fmul_rn(rows.dv_weight[me.row(i)], most)));
+    amax[kQ] = max(amax[kQ], pack::chunk_amax(q.row(i)));
   }
   pack::block_amax<Threads::kWarps>(amax, scratch);
   pack::cluster_wait();  // the peers have started
@@ -155,8 +167,6 @@ __global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 *
 #pragma unroll
     for (int x = 0; x < kOperands; ++x) pack::store_remote(&peer_amax[x][at.rank], threadIdx.x, amax[x]);
   pack::cluster_arrive();
-  const bool with_o = input.delta == nullptr && input.rule != DeltaRule::matched;
-  if (with_o) load_image(input.o, s, at, me, o);
   pack::cluster_wait();
 #pragma unroll
   for (int x = 0; x < kOperands; ++x) {
@@ -174,36 +184,32 @@ __global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 *
 
   RowCodes row;
 #pragma unroll
-  for (int i = 0; i < pack::kThreadRows; ++i)
-    pack::encode_row(row, i, dv_scale.inverse, me.row(i) < at.rows,
-                     [&](int c) { return __fmul_rn(dv_weight[i], pack::channel(d_o[i], c)); });
-  pack::stage_transposed<kDim, RowOrder::sigma>(stage[0], me, row);
-#pragma unroll
-  for (int i = 0; i < pack::kThreadRows; ++i)
-    pack::encode_row(row, i, q_scale.inverse, me.row(i) < at.rows, [&](int c) { return pack::channel(q[i], c); });
-  pack::stage_transposed<kDim, RowOrder::sigma>(stage[1], me, row);
-  const auto weighted = [&](int i, int c) { return __fmul_rn(weight[i], pack::channel(d_o[i], c)); };
-#pragma unroll
-  for (int i = 0; i < pack::kThreadRows; ++i)
-    pack::encode_row(row, i, d_scale.inverse, me.row(i) < at.rows, [&](int c) { return weighted(i, c); });
+  for (int i = 0; i < pack::kThreadRows; ++i) {
+    const Chunk x = d_o.row(i);
+    pack::encode_row(row, i, d_scale.inverse, me.row(i) < at.rows,
+                     [&](int c) { return __fmul_rn(weight[i], pack::channel(x, c)); });
+  }
   pack::store_row_image(codes.d_o + at.image() * kImageBytes, me, row);
 
+  ptx::copy_async_wait<0>();
   if (with_o) {
     Chunk o_low[pack::kThreadRows] = {};
-    const bool with_low = input.rule == DeltaRule::onepass && input.o_low.data != nullptr;
-    if (with_low) load_image(input.o_low, s, at, me, o_low);
+    if (with_low) pack::load_rows(source(input.o_low), me, o_low);
 #pragma unroll
     for (int i = 0; i < pack::kThreadRows; ++i) {
+      const Chunk o_row = o.row(i);
       float delta;
       if (input.rule == DeltaRule::stale) {
-        delta = row_dot<kDim>([&](int c) { return weighted(i, c); }, [&](int c) { return pack::channel(o[i], c); });
+        const Chunk x = d_o.row(i);
+        delta = row_dot<kDim>([&](int c) { return __fmul_rn(weight[i], pack::channel(x, c)); },
+                              [&](int c) { return pack::channel(o_row, c); });
       } else {
         float code[2][4];
         ptx::e4m3_unpack(row.word[i][0], code[0]);
         ptx::e4m3_unpack(row.word[i][1], code[1]);
         const float dot = row_dot<kDim>([&](int c) { return code[c / 4][c % 4]; },
                                         [&](int c) {
-                                          const float high = pack::channel(o[i], c);
+                                          const float high = pack::channel(o_row, c);
                                           return with_low ? __fadd_rn(high, pack::channel(o_low[i], c)) : high;
                                         });
         delta = __fmul_rn(d_scale.scale, dot);
@@ -211,9 +217,25 @@ __global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 *
       if (me.chunk == 0 && weight[i] != 0.0f) rows.delta[me.row(i)] = delta;
     }
   }
+  __syncthreads();  // O has been read
+#pragma unroll
+  for (int i = 0; i < pack::kThreadRows; ++i) {
+    const Chunk x = d_o.row(i);
+    const float dv_weight = rows.dv_weight[me.row(i)];
+    pack::encode_row(row, i, dv_scale.inverse, me.row(i) < at.rows,
+                     [&](int c) { return __fmul_rn(dv_weight, pack::channel(x, c)); });
+  }
+  pack::stage_transposed<kDim, RowOrder::sigma>(o_rows, me, row);
+  __syncthreads();  // and so has dO
+  pack::store_transposed_image<kDim>(codes.d_o_t + at.image() * kImageBytes, o_rows);
+#pragma unroll
+  for (int i = 0; i < pack::kThreadRows; ++i) {
+    const Chunk x = q.row(i);
+    pack::encode_row(row, i, q_scale.inverse, me.row(i) < at.rows, [&](int c) { return pack::channel(x, c); });
+  }
+  pack::stage_transposed<kDim, RowOrder::sigma>(d_o_rows, me, row);
   __syncthreads();
-  pack::store_transposed_image<kDim>(codes.d_o_t + at.image() * kImageBytes, stage[0]);
-  pack::store_transposed_image<kDim>(codes.q_t + at.image() * kImageBytes, stage[1]);
+  pack::store_transposed_image<kDim>(codes.q_t + at.image() * kImageBytes, d_o_rows);
   if (threadIdx.x >= kImageRows) return;
   const bool known = with_o || input.delta != nullptr;  // else matched: its kernel writes delta' of live rows
   const float w = rows.weight[threadIdx.x], delta = rows.delta[threadIdx.x];
@@ -234,7 +256,11 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const Gradient
     rows_from_lse<kDim><<<grid, 2 * kDim, 0, launch.stream>>>(shape, input, keys, codes);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
-  gradient_codes<kDim><<<grid, 2 * kDim, 0, launch.stream>>>(shape, input, codes);
+  constexpr int kBytes = kGradientBytes<kDim>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(gradient_codes<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  gradient_codes<kDim><<<grid, 2 * kDim, kBytes, launch.stream>>>(shape, input, codes);
   return cudaGetLastError();
 }
 
