@@ -24,12 +24,12 @@ struct CopiedRows {
 // Starts the copies of load_rows. They are there after ptx::copy_async_commit and its wait.
 template <int kDim>
 __device__ __forceinline__ void copy_rows(const RowSource& source, const ThreadRows<kDim>& me,
-                                          const CopiedRows<kDim>& to) {
+                                          const CopiedRows<kDim>& to, uint64_t policy) {
   const uint16_t* const base = source.first + kChunk * me.chunk;
   if (source.aligned) {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
-      ptx::copy_async4_if(&to[i], base + me.row(i) * source.stride, me.row(i) < source.rows);
+      ptx::copy_async4_if(&to[i], base + me.row(i) * source.stride, me.row(i) < source.rows, policy);
   } else {
 #pragma unroll 1
     for (int i = 0; i < kThreadRows; ++i)
@@ -57,7 +57,7 @@ struct RowRing {
 // Adds `count` rows of 8 channels to `sum`, one after the other: a partial sum of a mean.
 template <int kThreads>
 __device__ __forceinline__ void add_rows(const uint16_t* x, int64_t stride, int32_t count, bool aligned,
-                                         RowRing<kThreads>& ring, float (&sum)[kChunk]) {
+                                         RowRing<kThreads>& ring, uint64_t policy, float (&sum)[kChunk]) {
   using Ring = RowRing<kThreads>;
   const auto add = [&](const Chunk& chunk) {
 #pragma unroll
@@ -72,7 +72,7 @@ __device__ __forceinline__ void add_rows(const uint16_t* x, int64_t stride, int3
   const auto start = [&](int slot) {
 #pragma unroll
     for (int i = 0; i < Ring::kGroup; ++i)
-      if (i < left) ptx::copy_async4(&ring.row[slot][i][threadIdx.x], from + i * stride);
+      if (i < left) ptx::copy_async4(&ring.row[slot][i][threadIdx.x], from + i * stride, policy);
     ptx::copy_async_commit();
     from += Ring::kGroup * stride;
     left -= Ring::kGroup;

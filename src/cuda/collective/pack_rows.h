@@ -46,8 +46,10 @@ __device__ __forceinline__ float channel(const Chunk& x, int i) {
   return __uint_as_float(i & 1 ? x.word[i / 2] & 0xffff0000u : x.word[i / 2] << 16);
 }
 
-__device__ __forceinline__ Chunk load_chunk(const uint16_t* x) {
-  const uint4 v = __ldg(reinterpret_cast<const uint4*>(x));
+// `once`: the L2 cache need not keep it.
+__device__ __forceinline__ Chunk load_chunk(const uint16_t* x, bool once = false) {
+  const auto* const from = reinterpret_cast<const uint4*>(x);
+  const uint4 v = once ? __ldcs(from) : __ldg(from);
   return {{v.x, v.y, v.z, v.w}};
 }
 // The same from an address that is only a multiple of 2 bytes.
@@ -73,13 +75,13 @@ __device__ __forceinline__ RowSource row_source(const TensorView& x, const Seque
 
 // This thread's four rows; zero where there is no row.
 template <int kDim>
-__device__ __forceinline__ void load_rows(const RowSource& source, const ThreadRows<kDim>& me,
-                                          Chunk (&x)[kThreadRows]) {
+__device__ __forceinline__ void load_rows(const RowSource& source, const ThreadRows<kDim>& me, Chunk (&x)[kThreadRows],
+                                          bool once = false) {
   const uint16_t* const base = source.first + kChunk * me.chunk;
   if (source.aligned) {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
-      x[i] = me.row(i) < source.rows ? load_chunk(base + me.row(i) * source.stride) : Chunk{};
+      x[i] = me.row(i) < source.rows ? load_chunk(base + me.row(i) * source.stride, once) : Chunk{};
   } else {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
@@ -112,7 +114,7 @@ __device__ __forceinline__ void block_amax(uint32_t (&bits)[N], uint32_t (*scrat
   for (int i = 0; i < N; ++i) bits[i] = __reduce_max_sync(kAllLanes, lane < kWarps ? scratch[i][lane] : 0u);
 }
 
-// ---- writing ----
+// ---- writing: images go out past what the L2 cache keeps, as packing kernels read their inputs again ----
 
 struct RowCodes {
   uint32_t word[kThreadRows][2];  // 8 codes of each row
@@ -140,7 +142,7 @@ __device__ __forceinline__ void store_row_image(uint8_t* image, const ThreadRows
     const uint4 column = odd ? uint4{low, high, codes.word[i + 1][0], codes.word[i + 1][1]}
                              : uint4{codes.word[i][0], codes.word[i][1], low, high};
     const int row = me.row(i) + (odd ? 1 : 0);
-    *reinterpret_cast<uint4*>(image + image_offset(kImageRows, row, 16 * (me.chunk / 2))) = column;
+    __stcs(reinterpret_cast<uint4*>(image + image_offset(kImageRows, row, 16 * (me.chunk / 2))), column);
   }
 }
 
@@ -187,7 +189,7 @@ __device__ __forceinline__ void store_transposed_image(uint8_t* image, const uin
   for (int i = 0; i < 2; ++i) {
     const int at = static_cast<int>(threadIdx.x) + i * ThreadRows<kDim>::kThreads;
     const int from = TransposedStage<kDim>::offset(at / kDim, at % kDim);
-    *reinterpret_cast<uint4*>(image + 16 * at) = *reinterpret_cast<const uint4*>(stage + from);
+    __stcs(reinterpret_cast<uint4*>(image + 16 * at), *reinterpret_cast<const uint4*>(stage + from));
   }
 }
 

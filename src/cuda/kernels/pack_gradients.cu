@@ -139,11 +139,12 @@ __global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 *
     return pack::row_source(x, s, at.sequence, at.view.q_first, at.first, at.head, at.rows);
   };
 
+  const uint64_t policy = ptx::cache_policy(true);
   pack::cluster_arrive();  // this CTA has started
-  pack::copy_rows(source(input.d_o), me, d_o);
-  pack::copy_rows(source(input.q), me, q);
+  pack::copy_rows(source(input.d_o), me, d_o, policy);
+  pack::copy_rows(source(input.q), me, q, policy);
   ptx::copy_async_commit();
-  if (with_o) pack::copy_rows(source(input.o), me, o);
+  if (with_o) pack::copy_rows(source(input.o), me, o, policy);
   ptx::copy_async_commit();
   if (with_low) pack::prefetch_rows(source(input.o_low), me);
   if (threadIdx.x < kImageRows) row_statistics(shape, input, at, codes, rows);

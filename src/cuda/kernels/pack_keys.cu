@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kPartialThreads) key_partials(Shape shape, Ten
   const uint16_t* const key = row_pointer(k, s, me.owner, me.view.k_first, me.first, me.head) + channel;
   __shared__ __align__(16) pack::RowRing<kPartialThreads> ring;
   float sum[pack::kChunk] = {};
-  pack::add_rows(key, k.seq_stride, min(me.rows, kImageRows), k.aligned, ring, sum);
+  pack::add_rows(key, k.seq_stride, min(me.rows, kImageRows), k.aligned, ring, ptx::cache_policy(false), sum);
   float4* const out = reinterpret_cast<float4*>(codes.k_partial + me.at * kDim + channel);
   out[0] = {sum[0], sum[1], sum[2], sum[3]};
   out[1] = {sum[4], sum[5], sum[6], sum[7]};
@@ -70,17 +70,29 @@ __global__ void __launch_bounds__(kDim) key_means(Shape shape, bool centre, KeyC
   float mean = 0.0f;
   if (centre && view.k_rows > 0) {
     const int32_t partials = (view.k_rows + kImageRows - 1) / kImageRows;
-    const float* const partial =
-        codes.k_partial + 2 * (static_cast<int64_t>(head) * s.k_blocks + view.k_block0) * kDim + threadIdx.x;
-#pragma unroll 16
-    for (int32_t i = 0; i < partials; ++i) mean = __fadd_rn(mean, partial[static_cast<int64_t>(i) * kDim]);
+    const float* const partial = codes.k_partial + 2 * (static_cast<int64_t>(head) * s.k_blocks + view.k_block0) * kDim;
+    constexpr int kBatch = 8192 / kDim, kLanes = kDim / 4;  // a line: kLanes times 16 bytes
+    __shared__ __align__(16) float stage[kBatch][kDim];
+    for (int32_t first = 0; first < partials; first += kBatch) {
+      const int32_t count = min(kBatch, partials - first);
+      if (first > 0) __syncthreads();
+      for (int32_t i = threadIdx.x; i < count * kLanes; i += kDim)
+        ptx::copy_async4(&stage[0][4 * i], partial + static_cast<int64_t>(first) * kDim + 4 * i,
+                         ptx::cache_policy(true));
+      ptx::copy_async_commit();
+      ptx::copy_async_wait<0>();
+      __syncthreads();
+#pragma unroll 8
+      for (int32_t i = 0; i < count; ++i) mean = __fadd_rn(mean, stage[i][threadIdx.x]);
+    }
     mean = __fdiv_rn(mean, static_cast<float>(view.k_rows));
   }
   codes.k_mean[static_cast<int64_t>(blockIdx.x) * kDim + threadIdx.x] = mean;
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(2 * kDim) key_codes(Shape shape, TensorView k, TensorView v, KeyCodes codes) {
+__global__ void __launch_bounds__(2 * kDim, 512 / kDim)
+    key_codes(Shape shape, TensorView k, TensorView v, KeyCodes codes) {
   using Threads = ThreadRows<kDim>;
   using Stage = pack::TransposedStage<kDim>;
   const Sequences& s = shape.sequences;
@@ -93,7 +105,8 @@ __global__ void __launch_bounds__(2 * kDim) key_codes(Shape shape, TensorView k,
 
   Chunk k_raw[pack::kThreadRows], v_raw[pack::kThreadRows] = {};
   pack::load_rows(pack::row_source(k, s, at.owner, at.view.k_first, at.first, at.head, at.rows), me, k_raw);
-  if (with_v) pack::load_rows(pack::row_source(v, s, at.owner, at.view.k_first, at.first, at.head, at.rows), me, v_raw);
+  if (with_v)
+    pack::load_rows(pack::row_source(v, s, at.owner, at.view.k_first, at.first, at.head, at.rows), me, v_raw, true);
   alignas(16) float mean[pack::kChunk];
   const float4* const means = reinterpret_cast<const float4*>(
       codes.k_mean + (static_cast<int64_t>(at.head) * s.batch + at.owner) * kDim + pack::kChunk * me.chunk);

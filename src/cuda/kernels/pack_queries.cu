@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(MeanThreads<kDim>::kThreads)
     float sum[pack::kChunk] = {};
     const int32_t row = row0 + part * numerics::kMeanRows;
     const int32_t count = min(rows - row, numerics::kMeanRows);
-    pack::add_rows(first + row * q.seq_stride, q.seq_stride, count, q.aligned, ring, sum);
+    pack::add_rows(first + row * q.seq_stride, q.seq_stride, count, q.aligned, ring, ptx::cache_policy(true), sum);
 #pragma unroll
     for (int i = 0; i < pack::kChunk; ++i) partial[part][channel + i] = sum[i];
     __syncthreads();
@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned
   __shared__ __align__(16) Stage stage;
   __shared__ __align__(16) uint4 ahead[kAligned ? kAhead : 1][pack::kLaneKeys][pack::kBiasThreads];
   __shared__ uint32_t image_amax[2][pack::kBiasWarps][pack::kMeanTile * kTiles];
+  const uint64_t policy = ptx::cache_policy(shape.q_heads == shape.kv_heads);  // else other heads read the keys, too
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int key = pack::kBiasKeys * warp + 4 * (lane % 4);  // first of this lane's four results
 
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(pack::kBiasThreads, bias_ctas(kTiles, kAligned
     if constexpr (kAligned) {
 #pragma unroll
       for (int j = 0; j < pack::kLaneKeys; ++j)
-        ptx::copy_async4(&ahead[chunk % kAhead][j][threadIdx.x], rows.key[j] + pack::kBiasChannels * chunk);
+        ptx::copy_async4(&ahead[chunk % kAhead][j][threadIdx.x], rows.key[j] + pack::kBiasChannels * chunk, policy);
       ptx::copy_async_commit();
     }
   };
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(2 * kDim, 512 / kDim)
   for (int half = 0; half < kHalves; ++half) {
     const int32_t skip = half * kImageRows;
     pack::copy_rows(pack::row_source(q, s, at.owner, at.view.q_first, at.first + skip, at.head, at.rows - skip), me,
-                    x(half));
+                    x(half), ptx::cache_policy(false));  // the backward reads q once more
   }
   ptx::copy_async_commit();
   const bool centred = shape.mean_blocks_max > 0;
