@@ -58,7 +58,8 @@ struct KeyPlan {
   static constexpr int kOnes = kStage0 + T::kStages * kStageBytes;  // constant operand of the bias step
   static constexpr int kReduce = kOnes + kImageRows * kBiasBytes;   // [warpgroup][4 warps] amax
   static constexpr int kWork = kReduce + 64;                        // [kMostItems] KeyWork of the CTA's items, in turn
-  static constexpr int kSlots = kWork + kMostItems * kWorkBytes;    // [8 consumer warps] KeySlot
+  static constexpr int kScratch = kWork + kMostItems * kWorkBytes;  // [4 producer warps] 16 bytes each
+  static constexpr int kSlots = kScratch + 64;                      // [8 consumer warps] KeySlot
   static constexpr int kBarriers = kSlots + 8 * KeySlot::kBytes;
   static constexpr int kBytes = kBarriers + 8 * (2 * T::kStages + 2);
   static_assert(kBytes <= 227 * 1024);

@@ -36,121 +36,123 @@ __device__ __forceinline__ void prepare_work(const KeyParams& p, uint32_t work) 
   }
 }
 
-// One lane: K and V of an item, then its query tiles, head after head.
+// One lane: the bulk copies of a stage, of query tile `index` of [Hq][2 QB].
 template <class T>
-__device__ __forceinline__ void key_copies(const KeyParams& p, uint32_t shared) {
+__device__ __forceinline__ void copy_stage(const KeyParams& p, int32_t index, uint32_t stage, uint32_t full) {
   using Plan = KeyPlan<T>;
-  StageRing<T::kStages> ring;
-  uint32_t items_parity = 1;
-#pragma unroll 1
-  for (uint32_t work = shared + Plan::kWork; work < shared + Plan::kWork + kMostItems * kWorkBytes;
-       work += kWorkBytes) {
-    const int32_t k_block = ptx::load_shared_int(work);
-    if (k_block == -2) break;
-    if (k_block < 0) continue;
-    const int64_t image = static_cast<int64_t>(k_block) * 2 * T::kImage;
-    ptx::barrier_wait_idle(shared + Plan::kKeysEmpty, items_parity);
-    items_parity ^= 1;
-    ptx::barrier_expect(shared + Plan::kKeysFull, (T::kDk ? 4 : 2) * T::kImage);
-    ptx::bulk_load(shared + Plan::kKeys, p.keys.k + image, 2 * T::kImage, shared + Plan::kKeysFull);
-    if constexpr (T::kDk)
-      ptx::bulk_load(shared + Plan::kValues, p.keys.v + image, 2 * T::kImage, shared + Plan::kKeysFull);
-#pragma unroll 1
-    for (int32_t head = 0; head < p.group; ++head) {
-#pragma unroll 1
-      for (int32_t tile = ptx::load_shared_int(work + 12); tile < ptx::load_shared_int(work + 16); ++tile) {
-        const uint32_t stage = shared + Plan::stage(ring.stage()), full = shared + Plan::full(ring.stage());
-        const int32_t index = ptx::load_shared_int(work + 8) + 2 * head * p.shape.sequences.q_blocks + tile;
-        ptx::barrier_wait_idle(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
-        ptx::barrier_expect(full, Plan::kCopyBytes);
-        const int64_t source = static_cast<int64_t>(index) * T::kImage;
-        ptx::bulk_load(stage + Plan::kQ, p.queries.q + source, T::kImage, full);
-        if constexpr (T::kDk) {
-          ptx::bulk_load(stage + Plan::kDo, p.gradients.d_o + source, T::kImage, full);
-          ptx::bulk_load(stage + Plan::kQt, p.gradients.q_t + source, T::kImage, full);
-        }
-        if constexpr (T::kDv) ptx::bulk_load(stage + Plan::kDot, p.gradients.d_o_t + source, T::kImage, full);
-        const int64_t rows = static_cast<int64_t>(index) * kImageRows;
-        ptx::bulk_load(stage + Plan::kShift, p.gradients.shift + rows, kImageRows * 4, full);
-        if constexpr (T::kDk) ptx::bulk_load(stage + Plan::kDelta, p.gradients.delta + rows, kImageRows * 4, full);
-        ring.advance();
-      }
-    }
+  ptx::barrier_expect(full, Plan::kCopyBytes);
+  const int64_t source = static_cast<int64_t>(index) * T::kImage;
+  ptx::bulk_load(stage + Plan::kQ, p.queries.q + source, T::kImage, full);
+  if constexpr (T::kDk) {
+    ptx::bulk_load(stage + Plan::kDo, p.gradients.d_o + source, T::kImage, full);
+    ptx::bulk_load(stage + Plan::kQt, p.gradients.q_t + source, T::kImage, full);
   }
+  if constexpr (T::kDv) ptx::bulk_load(stage + Plan::kDot, p.gradients.d_o_t + source, T::kImage, full);
+  const int64_t rows = static_cast<int64_t>(index) * kImageRows;
+  ptx::bulk_load(stage + Plan::kShift, p.gradients.shift + rows, kImageRows * 4, full);
+  if constexpr (T::kDk) ptx::bulk_load(stage + Plan::kDelta, p.gradients.delta + rows, kImageRows * 4, full);
 }
 
-// Bias codes of both warpgroups' keys for the tile in `bias`, an address of this lane's key.
+// One lane: K and V of an item, once the consumers have left the last one's.
+template <class T>
+__device__ __forceinline__ void copy_keys(const KeyParams& p, int32_t k_block, uint32_t shared, uint32_t parity) {
+  using Plan = KeyPlan<T>;
+  const int64_t image = static_cast<int64_t>(k_block) * 2 * T::kImage;
+  ptx::barrier_wait_idle(shared + Plan::kKeysEmpty, parity);
+  ptx::barrier_expect(shared + Plan::kKeysFull, (T::kDk ? 4 : 2) * T::kImage);
+  ptx::bulk_load(shared + Plan::kKeys, p.keys.k + image, 2 * T::kImage, shared + Plan::kKeysFull);
+  if constexpr (T::kDk)
+    ptx::bulk_load(shared + Plan::kValues, p.keys.v + image, 2 * T::kImage, shared + Plan::kKeysFull);
+}
+
+// A warp: bias codes of image `image`'s 64 keys for a query tile.
 __device__ __forceinline__ void write_biases(const KeyParams& p, uint32_t work, int32_t head, int32_t tile,
-                                             uint32_t bias, int32_t lane) {
-  constexpr int kOther = kImageRows * kBiasBytes;  // from one warpgroup's image to the other's
+                                             int32_t image, float q_scale, uint32_t bias, int32_t lane) {
   const int32_t row =
       ptx::load_shared_int(work + 24) + head * p.shape.mean_blocks_max + tile / ptx::load_shared_int(work + 20);
   const float* dots =
-      p.queries.bias + lane +
+      p.queries.bias + lane + image * kImageRows +
       (static_cast<int64_t>(row) * p.shape.sequences.k_blocks + ptx::load_shared_int(work + 4)) * kBlockRows;
-  const float near = dots[0], far = dots[kImageRows];
-  const float q_scale =
-      p.queries.q_scale[(ptx::load_shared_int(work + 8) + tile) / 2 + head * p.shape.sequences.q_blocks];
-  write_bias_codes(bias, near, q_scale, p.keys.k_scale[2 * ptx::load_shared_int(work)]);
-  write_bias_codes(bias + kOther, far, q_scale, p.keys.k_scale[2 * ptx::load_shared_int(work) + 1]);
+  const float near = dots[0], far = dots[32];
+  const float k_scale = p.keys.k_scale[2 * ptx::load_shared_int(work) + image];
+  write_bias_codes(bias + 16 * lane, near, q_scale, k_scale);
+  write_bias_codes(bias + 16 * (lane + 32), far, q_scale, k_scale);
 }
 
-// Two lanes: the stage's factors for warpgroup `lane`.
+// One lane: the stage's factors for the keys of an image.
 template <class T>
-__device__ __forceinline__ void write_factors(const KeyParams& p, uint32_t work, int32_t head, int32_t tile,
-                                              uint32_t scalars, int32_t lane) {
-  const int32_t q_block = (ptx::load_shared_int(work + 8) + tile) / 2 + head * p.shape.sequences.q_blocks;
-  const int32_t image = 2 * ptx::load_shared_int(work) + lane;
+__device__ __forceinline__ void write_factors(const KeyParams& p, int32_t q_block, int32_t k_image, float q_scale,
+                                              uint32_t scalars, int32_t image) {
   // A zero factor would turn a mask of -infinity into NaN; the scores of a zero block are zero anyway.
-  const float score = (p.queries.q_scale[q_block] * p.keys.k_scale[image]) * p.shape.score_scale;
-  ptx::store_shared(scalars + 4 * lane, score == 0.0f ? 0x1p-126f : score);
-  if constexpr (T::kDk) ptx::store_shared(scalars + 8 + 4 * lane, p.gradients.d_scale[q_block] * p.keys.v_scale[image]);
-  ptx::store_shared(scalars + 16 + 4 * lane, (lane ? p.gradients.q_scale : p.gradients.dv_scale)[q_block]);
+  const float score = (q_scale * p.keys.k_scale[k_image]) * p.shape.score_scale;
+  ptx::store_shared(scalars + 4 * image, score == 0.0f ? 0x1p-126f : score);
+  if constexpr (T::kDk)
+    ptx::store_shared(scalars + 8 + 4 * image, p.gradients.d_scale[q_block] * p.keys.v_scale[k_image]);
+  ptx::store_shared(scalars + 16 + 4 * image, (image ? p.gradients.q_scale : p.gradients.dv_scale)[q_block]);
 }
 
-// Warps 1 and 2, lanes 0 ... 63 of them: bias codes of keys `lane` of both warpgroups, and the stage's factors.
+// Warps 0 ... 3: warp 2 h + i fills every other stage (h: even or odd steps of the ring) for the keys of image i; that
+// of image 0 also copies. So a warp has two steps' time for the latency of its loads and always owns the same stages.
 template <class T>
-__device__ __forceinline__ void key_biases(const KeyParams& p, uint32_t shared) {
+__device__ __forceinline__ void key_produce(const KeyParams& p, uint32_t shared) {
   using Plan = KeyPlan<T>;
-  constexpr int kOther = kImageRows * kBiasBytes;
-  const auto lane = [] { return opaque(static_cast<int32_t>(threadIdx.x)) - 32; };  // read anew: no register to keep it
-#pragma unroll 1
-  for (int s = 0; s < T::kStages; ++s)
-#pragma unroll 1
-    for (uint32_t image = shared + Plan::stage(s) + Plan::kBias, w = 0; w < 2; ++w, image += kOther) {
-      clear_bias_tail(image, lane(), 64);
-      ptx::store_shared4(image + 16 * lane(), {0, 0, 0, 0});
-    }
+  // Read anew at every use: there is no register to keep it.
+  const auto thread = [] { return opaque(static_cast<int32_t>(threadIdx.x)); };
   StageRing<T::kStages> ring;
+  // Loop variables of the outer loops wait in shared memory: 0 the item's work, 4 the head, 8 parity of the keys' barrier.
+  const uint32_t own = shared + Plan::kScratch + 16 * (threadIdx.x / 32);
+  ptx::store_shared_int(own, static_cast<int32_t>(shared + Plan::kWork));
+  ptx::store_shared_int(own + 8, 1);
+  __syncwarp();
 #pragma unroll 1
-  for (uint32_t work = shared + Plan::kWork; work < shared + Plan::kWork + kMostItems * kWorkBytes;
-       work += kWorkBytes) {
-    if (ptx::load_shared_int(work) == -2) break;
-    if (ptx::load_shared_int(work) < 0) continue;
+  for (;;) {
+    {
+      const uint32_t work = ptx::load_shared_int(own);
+      if (work == shared + Plan::kWork + kMostItems * kWorkBytes || ptx::load_shared_int(work) == -2) break;
+      const int32_t parity = ptx::load_shared_int(own + 8);
+      __syncwarp();
+      if (ptx::load_shared_int(work) < 0) {
+        ptx::store_shared_int(own, static_cast<int32_t>(work + kWorkBytes));
+        continue;
+      }
+      if (thread() == 0) copy_keys<T>(p, ptx::load_shared_int(work), shared, parity);
+      __syncwarp();
+      ptx::store_shared_int(own + 8, parity ^ 1);
+      ptx::store_shared_int(own + 4, 0);
+    }
 #pragma unroll 1
-    for (int32_t head = 0; head < p.group; ++head) {
+    for (;;) {
 #pragma unroll 1
-      for (int32_t tile = ptx::load_shared_int(work + 12); tile < ptx::load_shared_int(work + 16); ++tile) {
-        const uint32_t stage = shared + Plan::stage(ring.stage());
+      for (int32_t tile = ptx::load_shared_int(ptx::load_shared_int(own) + 12);
+           tile < ptx::load_shared_int(ptx::load_shared_int(own) + 16); ++tile, ring.advance()) {
+        if (static_cast<int32_t>(ring.step & 1) != thread() / 64) continue;
+        const uint32_t work = ptx::load_shared_int(own);
+        const int32_t head = ptx::load_shared_int(own + 4);
+        const int32_t image = thread() / 32 % 2, lane = thread() % 32;
+        const uint32_t stage = shared + Plan::stage(ring.stage()), full = shared + Plan::full(ring.stage());
+        const int32_t index = ptx::load_shared_int(work + 8) + 2 * head * p.shape.sequences.q_blocks + tile;
+        const float q_scale = p.queries.q_scale[index / 2];
         ptx::barrier_wait_idle(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
-        if (p.shape.mean_blocks_max > 0) {
-          const uint32_t bias = stage + Plan::kBias + 16 * lane();
-          if (tile % 2 == 0 || tile == ptx::load_shared_int(work + 12)) {
-            write_biases(p, work, head, tile, bias, lane());
-          } else {  // both tiles of a block of 128 share their codes
-            const uint32_t before =
-                ring.stage() == 0 ? bias + (T::kStages - 1) * Plan::kStageBytes : bias - Plan::kStageBytes;
-            copy_bias_codes(bias, before);
-            copy_bias_codes(bias + kOther, before + kOther);
-          }
-        }
-        if (lane() < 2) write_factors<T>(p, work, head, tile, stage + Plan::kScalars, lane());
+        if (thread() % 64 == 0) copy_stage<T>(p, index, stage, full);
+        __syncwarp();
+        if (p.shape.mean_blocks_max > 0)
+          write_biases(p, work, head, tile, image, q_scale, stage + Plan::kBias + image * kImageRows * kBiasBytes,
+                       lane);
+        if (lane == 0)
+          write_factors<T>(p, index / 2, 2 * ptx::load_shared_int(work) + image, q_scale, stage + Plan::kScalars,
+                           image);
         ptx::async_proxy_fence();
         __syncwarp();
-        if (lane() % 32 == 0) ptx::barrier_arrive(shared + Plan::full(ring.stage()));
-        ring.advance();
+        if (lane == 0) ptx::barrier_arrive(full);
       }
+      const int32_t head = ptx::load_shared_int(own + 4) + 1;
+      __syncwarp();
+      ptx::store_shared_int(own + 4, head);
+      if (head == p.group) break;
     }
+    const int32_t work = ptx::load_shared_int(own);
+    __syncwarp();
+    ptx::store_shared_int(own, work + kWorkBytes);
   }
 }
 

@@ -16,8 +16,8 @@
 //
 // Pipeline of a step: P from S; issue dV and the next S; dS from dP; issue dK and the next dP; store dS; one wait. (dS
 // from unrounded P: issue dV and dP; dS; issue dK and the next S.) Nothing is in flight across the loop's back edge.
-// Roles: warpgroup 0: warp 0 copies, warps 1 and 2 bias codes and factors; warpgroups 1 and 2 consume.
-// Barriers: full[stage] (copies + two bias warps), empty[stage] (8 consumer warps), keys full / empty; named barrier
+// Roles: warpgroup 0: copies, bias codes and factors (key_producer.h); warpgroups 1 and 2 consume.
+// Barriers: full[stage] (copies + two warps), empty[stage] (8 consumer warps), keys full / empty; named barrier
 // 1 + w for warpgroup w's agreement on G.
 #pragma once
 
@@ -366,14 +366,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) key_gradients_kernel(const __g
   }
   prepare_work(p, shared + Plan::kWork);
   fill_bias_ones(shared + Plan::kOnes, static_cast<int>(threadIdx.x), T::kThreads);
+  for (int s = 0; s < T::kStages; ++s)  // codes too: nobody writes them where Q is not centred
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * kImageRows * kBiasBytes / 16; i += T::kThreads)
+      ptx::store_shared4(shared + Plan::stage(s) + Plan::kBias + 16 * i, {0, 0, 0, 0});
   ptx::async_proxy_fence();
   __syncthreads();
   if (warpgroup == 0) {
     ptx::registers_lower<T::kProducerRegisters>();
-    if (thread == 0)
-      key_copies<T>(p, shared);
-    else if (thread >= 32 && thread < 96)
-      key_biases<T>(p, shared);
+    key_produce<T>(p, shared);
   } else {
     ptx::registers_raise<T::kConsumerRegisters>();
     const int group = warpgroup - 1;
