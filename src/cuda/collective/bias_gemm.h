@@ -5,9 +5,10 @@
 //
 // Grade: bounded. One step of 16 channels truncates its terms at 2^-24 or less of the largest of them and of the
 // accumulator, then its sum to 24 bits. After D / 16 steps a bias is off by about D 2^-24 of sum |mu| |k - mean| at
-// worst, which is also what D fused multiply-adds may lose; signs vary, so that 2^-20 holds with room. The order is
-// fixed: the bits follow from the inputs alone, and forward and backward see the same biases. What is not finite stays
-// so: an infinity leaves NaN in the lower terms, and a NaN is one in every term.
+// worst, which is also what D fused multiply-adds may lose. Simulated on normal numbers (D = 256): 0.1 2^-20 with mixed
+// signs, 0.9 2^-20 if all products have one sign; hence the grade, 2^-20. The order is fixed: the bits follow from the
+// inputs alone, and forward and backward see the same biases. What is not finite stays so: an infinity leaves NaN in
+// the lower terms, and a NaN is one in every term.
 //
 // A warp has 16 keys and up to 64 mean blocks. Channels are contracted in an order in which a lane's share of a chunk of
 // 32 channels is 8 neighbours, one load: of step s (0, 1) lane t of four has channels 8 t + 4 s ... 8 t + 4 s + 3.
