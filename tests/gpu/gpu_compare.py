@@ -36,14 +36,21 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return mismatches(a, b) == 0
 
 
-def by_head(x: Tensor) -> Tensor:
-    """[heads, everything else] in FP64; heads are the last dimension but one in tensors and in row vectors."""
-    return x.to(DEVICE).double().movedim(-2, 0).flatten(1)
+#: Rows of a head that its own distance leaves out, where it has many. A code of P or dS that lies between two E4M3
+#: numbers may fall on either side (one in a million does, docs/numerics.md, section 6); it moves one row by a twentieth
+#: of one of its terms, which in a short head is more than the limit. A fault of the kernels moves more than two rows.
+FLIPPED_ROWS = 2
+
+
+def by_head(x: Tensor, row_vector: bool = False) -> Tensor:
+    """[heads, rows, channels] in FP64 (one channel for row vectors); heads are the last dimension but one of both."""
+    x = x.to(DEVICE).double().movedim(-2, 0)
+    return x.flatten(1)[..., None] if row_vector else x.flatten(1, -2)
 
 
 class Distance(NamedTuple):
     whole: float
-    worst_head: float
+    worst_head: float  # FLIPPED_ROWS left out
 
 
 def _ratio(difference: Tensor, size: Tensor) -> Tensor:
@@ -51,18 +58,20 @@ def _ratio(difference: Tensor, size: Tensor) -> Tensor:
     return torch.where(difference == 0, 0.0, difference / size)
 
 
-def distance(a: Tensor, b: Tensor, floor: Tensor | None = None) -> Distance:
+def distance(a: Tensor, b: Tensor, floor: Tensor | None = None, row_vector: bool = False) -> Distance:
     """Relative Frobenius distance of ``a`` from ``b``, over all and by head.
 
     Args:
         floor: [heads], sizes below which a head counts as round-off: its distance is taken relative to this instead.
     """
-    a, b = by_head(a), by_head(b)
-    difference, size = (a - b).norm(dim=1), b.norm(dim=1)
+    a, b = by_head(a, row_vector), by_head(b, row_vector)
+    rows, size = (a - b).norm(dim=2), b.flatten(1).norm(dim=1)
     if floor is not None:
         size = torch.maximum(size, floor)
-    whole = _ratio(difference.norm(), size.norm())
-    return Distance(float(whole), float(_ratio(difference, size).max()) if a.shape[0] else 0.0)
+    whole = _ratio(rows.norm(), size.norm())
+    if rows.shape[1] >= 16 * FLIPPED_ROWS:
+        rows = rows.sort(dim=1).values[:, :-FLIPPED_ROWS]
+    return Distance(float(whole), float(_ratio(rows.norm(dim=1), size).max()))
 
 
 #: Share of the largest size that an output could have, below which it is round-off.
@@ -72,8 +81,8 @@ _ROUND_OFF = 1e-3
 def _spread(x: Tensor, heads: int) -> Tensor:
     """Root mean square over the rows of the rows' norms, by query head."""
     rows = by_head(x)
-    count = max(rows.shape[1] // x.shape[-1], 1)
-    return (rows.square().sum(dim=1) / count).sqrt().repeat_interleave(heads // x.shape[-2])
+    mean = rows.square().sum(dim=(1, 2)) / max(rows.shape[1], 1)
+    return mean.sqrt().repeat_interleave(heads // x.shape[-2])
 
 
 def floors(case: Case, x: Inputs) -> dict[str, Tensor]:
@@ -92,11 +101,24 @@ def floors(case: Case, x: Inputs) -> dict[str, Tensor]:
     return dict(delta=of_delta, dq=of_delta * k * case.scale, dk=of_dk, lse=lse)
 
 
+def _pairs(case: Case) -> float:
+    """Pairs of a query and a key, about."""
+    q_lengths = case.q_lengths if case.varlen else (case.q_len,) * case.batch
+    k_lengths = case.k_lengths if case.varlen else (case.k_len,) * case.batch
+    pairs = 0.0
+    for n, m in zip(q_lengths, k_lengths, strict=True):
+        seeing = min(n, m)  # causal: the last queries see all keys but a triangle
+        pairs += seeing * (m - seeing / 2) if case.causal else n * m
+    return case.q_heads * pairs
+
+
 def compare(
     judge: Judge, case: Case, x: Inputs, gpu: Result, twin: Result, limit: float = LIMIT, label: str = ""
 ) -> None:
     """GPU against twin: every output, over all and by head. Rows of NaN or infinity must be the same ones."""
     floor = floors(case, x)
+    # One flipped code moves all of a small problem by more than all of a large one.
+    over_all = limit * max(1.0, 200 / math.sqrt(max(_pairs(case), 1)))
     mine, theirs = gpu.tensors(), twin.tensors()
     for name in OUTPUTS:
         if name not in mine:
@@ -106,8 +128,8 @@ def compare(
         special = int((usual != a.isfinite()).sum()) + mismatches(a[~usual], b[~usual])
         judge.true(f"{label}{name}: {special} values are NaN or infinite on one side alone", special == 0, case)
         a, b = (torch.where(usual & a.isfinite(), t, 0) for t in (a, b))
-        whole, head = distance(a, b, floor.get(name))
-        judge.at_most(f"{label}{name}", whole, limit, case)
+        whole, head = distance(a, b, floor.get(name), row_vector=name in ("lse", "delta"))
+        judge.at_most(f"{label}{name}", whole, over_all, case)
         judge.at_most(f"{label}{name} of the worst head", head, limit, case)
 
 
@@ -115,9 +137,8 @@ def compare_errors(judge: Judge, case: Case, gpu: Result, twin: Result, truth: E
     """The GPU's errors against FP64 beside the twin's."""
     for name in ("o", "dq", "dk", "dv"):
         ours, theirs = (distance(result.tensors()[name], getattr(truth, name)).whole for result in (gpu, twin))
-        judge.at_most(
-            f"{name}: error {ours:.5f} beside the twin's {theirs:.5f}", abs(ours / theirs - 1), ERROR_SHARE, case
-        )
+        detail = f"{ours:.5f} and {theirs:.5f}"
+        judge.at_most(f"error of {name} beside the twin's", abs(ours / theirs - 1), ERROR_SHARE, case, detail=detail)
 
 
 # --- FP64 ------------------------------------------------------------------------------------------------------------

@@ -30,12 +30,16 @@ class Judge:
         with (Path(folder) / f"records-{worker}.jsonl").open("a") as out:
             out.write(json.dumps(line) + "\n")
 
-    def at_most(self, what: str, value: float, limit: float, case: Any = None, grade: str = "bounded") -> None:
-        """``value`` must be a number of at most ``limit``; NaN is beyond any."""
+    def at_most(
+        self, what: str, value: float, limit: float, case: Any = None, grade: str = "bounded", detail: str = ""
+    ) -> None:
+        """``value`` must be a number of at most ``limit``; NaN is beyond any. ``detail``: what it was made from."""
         good = value <= limit
         if not good:
-            self.faults.append(f"{what}: {value:.4g}, limit {limit:.4g}")
+            self.faults.append(f"{what}: {value:.4g}, limit {limit:.4g}" + (f" ({detail})" if detail else ""))
         line: dict[str, Any] = {"name": f"{self.test}: {what}", "grade": grade, "pass": bool(good), "limit": limit}
+        if detail:
+            line["detail"] = detail
         line["value"] = value if math.isfinite(value) else None
         line["shape"] = None if case is None else case.document()
         line["mode"] = None if case is None else case.mode

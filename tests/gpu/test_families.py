@@ -194,5 +194,7 @@ def test_real_layer(judge, path, mode):
         return
     for name in ("o", "dq", "dk", "dv"):
         got = distance(gpu.tensors()[name], getattr(truth, name)).whole
-        what = f"{name}: error {got:.5f} beside the simulation's {target[mode][name]:.5f}"
-        judge.at_most(what, got / target[mode][name], 1.25, case, "property")
+        detail = f"{got:.5f} and {target[mode][name]:.5f}"
+        judge.at_most(
+            f"error of {name} beside the simulation's", got / target[mode][name], 1.25, case, "property", detail
+        )

@@ -33,7 +33,8 @@ def test_residual(judge, mode, head_dim, length):
         judge.at_most("residual of the median row", gpu, RESIDUAL[mode], case, "property")
         return
     twin = _median(case, x, run(case, x, "cpu"))
-    judge.at_most(f"residual {gpu:.3e} beside the twin's {twin:.3e}", abs(gpu / twin - 1), 0.1, case)
+    detail = f"{gpu:.3e} and {twin:.3e}"
+    judge.at_most("residual of the median row beside the twin's", abs(gpu / twin - 1), 0.1, case, detail=detail)
 
 
 @pytest.mark.quick
@@ -84,7 +85,7 @@ def test_matched_delta_is_the_mean_of_dp(judge, mode):
         size[tile.rows] = (tile.p * tile.dp.abs()).sum(dim=1)
     difference = (above / below - result.gradients.delta[0, 0].to(DEVICE).double() * head.w.double()).abs()
     worst = float((difference / (size / below)).max())
-    judge.at_most("distance from the mean of dP", worst, 2e-6 if mode == "matched" else 0.1, case, "property")
+    judge.at_most("distance from the mean of dP", worst, 1e-5 if mode == "matched" else 0.1, case, "property")
 
 
 @pytest.mark.parametrize("mode", MODES)
