@@ -138,12 +138,12 @@ __device__ __forceinline__ bool make_ds_codes(const Probabilities<kRounded>& p, 
   return (saturated & 0x80808080u) != 0;
 }
 
-// dS over dp, in units of 2^(E - 8); returns the thread's largest magnitude.
+// dS over dp; `unit` is what p lacks to be P~. Returns the thread's largest magnitude.
 template <bool kRounded>
 __device__ __forceinline__ float replace_by_ds(const Probabilities<kRounded>& p, float (&dp)[32], float dp_scale,
-                                               uint32_t delta) {
+                                               float unit, uint32_t delta) {
   float most = 0.0f;
-  each_ds<kRounded>(p, dp, dp_scale, 1.0f, delta, [&](int k, const float(&e)[8]) {
+  each_ds<kRounded>(p, dp, dp_scale * unit, unit, delta, [&](int k, const float(&e)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       most = fmaxf(most, fabsf(e[i]));

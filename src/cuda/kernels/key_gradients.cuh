@@ -119,7 +119,7 @@ struct KeyConsumer {
       ptx::mma_landed(s);
       landed_dv();
     }
-    const float own = replace_by_ds<kRounded>(in, dp, dp_scale, delta) * exact_power(e - 8.0f);
+    const float own = replace_by_ds<kRounded>(in, dp, dp_scale, exact_power(e - 8.0f), delta);
     const float amax = group_maximum(own, shared + Plan::kReduce + 16 * group, 1 + group, at);
     float exponent = g == kUnset ? 0.0f : g;  // all zero, or NaN that the codes carry
     if (amax > 0.0f) {
@@ -128,7 +128,7 @@ struct KeyConsumer {
       if (!fresh) scale_sum<T>(dk, exact_power(g - exponent));
       g = exponent;
     }
-    const float unit = exact_power(e - 8.0f - exponent);
+    const float unit = exact_power(-exponent);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float* x = dp + 8 * k;
