@@ -487,7 +487,14 @@ def plot(document: dict[str, Any], path: Path) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     labels = [name for name in names if name in handles]
-    figure.legend([handles[name] for name in labels], labels, loc="lower center", ncols=min(5, 2 * len(shapes)), fontsize=8, frameon=False)
+    figure.legend(
+        [handles[name] for name in labels],
+        labels,
+        loc="lower center",
+        ncols=min(5, 2 * len(shapes)),
+        fontsize=8,
+        frameon=False,
+    )
     figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(path)
     figure.savefig(path.with_suffix(".png"), dpi=130)

@@ -1,5 +1,5 @@
-"""What the contract calls bitwise: codes, scales and means; delta of stale, consistent and onepass from equal inputs;
-M and the rounded sums, which only hang on codes."""
+"""What the contract calls bitwise: codes, scales and means; delta of stale, consistent and onepass from equal inputs.
+Beside it what hangs on codes alone but for the biases: M and the rows' sums."""
 
 from __future__ import annotations
 
@@ -94,16 +94,20 @@ def test_delta(judge, head_dim, length, batch, mode, function):
 
 @pytest.mark.parametrize("head_dim,length,batch", [*SHAPES, LONG])
 def test_row_references(judge, head_dim, length, batch):
-    """M hangs on scores alone, whose products are modelled bit by bit."""
+    """M, and sums relative to it. Products of codes are modelled bit by bit; but the biases of centred q are not (they
+    are off by 2^-20 of their terms), so a score may end in another unit of the accumulator, and a few M with it."""
     case = _case(head_dim, length, batch)
-    for x in (gaussian(case), _varied(case)):
-        gpu, twin = forward(case, x.to(DEVICE)), forward(case, x, "cpu")
-        judge.at_most("M", float(mismatches(gpu.reference, twin.reference)), 0.0, case, "modelled")
-        # Sums of codes: a flipped code of P moves one by an eighth of its term at most.
-        close = (gpu.sum[1].cpu().double() / twin.sum[1].double() - 1).abs().max()
-        judge.at_most("sums of codes", float(close), 0.125, case)
-        close = (gpu.sum[0].cpu().double() / twin.sum[0].double() - 1).abs().max()
-        judge.at_most("sums of p", float(close), 1e-5, case)
+    for what, x in (("", gaussian(case)), (" of varied inputs", _varied(case))):
+        gpu, twin = forward(case, x.to(DEVICE)).to("cpu"), forward(case, x, "cpu")
+        differing = mismatches(gpu.reference, twin.reference) / gpu.reference.numel()
+        judge.at_most(f"share of M that differ{what}", differing, 1e-3, case)
+        seen = twin.reference.isfinite()
+        shift = torch.exp2((gpu.reference - twin.reference)[seen].double())
+        # A flipped code of P moves a sum of codes by an eighth of its term at most.
+        for index, (name, worst, typical) in enumerate((("p", 1e-2, 1e-5), ("codes", 0.125, 1e-5))):
+            ratio = gpu.sum[index][seen].double() * shift / twin.sum[index][seen].double() - 1
+            judge.at_most(f"sums of {name}{what}", float(ratio.abs().max()), worst, case)
+            judge.at_most(f"sums of {name}{what}, the median row", float(ratio.abs().median()), typical, case)
 
 
 @pytest.mark.parametrize("length", [200, 1300])
@@ -114,6 +118,6 @@ def test_codes_of_p(judge, head_dim, length):
     x = gaussian(case)
     gpu, twin = forward(case, x.to(DEVICE)), forward(case, x, "cpu")
     rows = float((bits(gpu.sum[1].cpu()) != bits(twin.sum[1])).double().mean())
-    # A row of n keys whose codes flip with probability p differs with about n p.
-    judge.at_most("share of rows with a flipped code", rows, 1e-3 * length / 2, case)
+    # A row of n keys whose codes flip with probability p differs with about n p, and half a row is masked.
+    judge.at_most("share of rows with a flipped code", rows, min(0.5, 1e-3 * length / 2), case)
     assert ON_GPU or rows == 0

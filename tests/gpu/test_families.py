@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_calls import MODES, Case, Inputs, gaussian, run, square
-from gpu_compare import compare, compare_errors, distance, exact, mismatches
+from gpu_compare import LIMIT, compare, compare_errors, distance, exact, mismatches
 
 from oracle import inputs as corners
 
@@ -87,6 +87,9 @@ CORNERS = [
         "gaussian": [(560, 100, 64, True), (90, 40, 128, True)],
     }.get(kind, [(200, 150, 64, False), (150, 200, 128, True)])
 ]
+#: Scores are nearly all bias, of which the kernels keep 20 bits (docs/numerics.md, section 7): a score is off by the
+#: accumulator's last unit here and there, which is much where scores are hundreds.
+BIASED = ("large means", "bias just fits", "bias just does not", "constant q")
 #: Products of scales are subnormal there: kept apart, since only these tell whether FP32 is flushed.
 EXTREME = ("v and d_o tiny", "all tiny", "subnormal", "q and k huge", "q huge, k tiny", "v and d_o huge", "d_o tiny")
 
@@ -101,7 +104,7 @@ def _corner(kind: str, queries: int, keys: int, head_dim: int, causal: bool) -> 
 def test_corner(judge, kind, queries, keys, head_dim, causal, mode):
     case = Case(mode, head_dim, queries, keys, 1, 1, causal=causal)
     x = _corner(kind, queries, keys, head_dim, causal)
-    compare(judge, case, x, run(case, x), run(case, x, "cpu"))
+    compare(judge, case, x, run(case, x), run(case, x, "cpu"), limit=1e-2 if kind in BIASED else LIMIT)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,6 +11,7 @@ import math
 import os
 
 import pytest
+import torch
 from gpu_calls import Case, Inputs, Result, gaussian, problem_of, run, square
 from gpu_compare import Exact, compare, exact, median_row_error
 from gpu_emulation import Head
@@ -62,6 +63,7 @@ def test_onepass(judge, length, head_dim, share):
 @pytest.mark.parametrize("length,head_dim", [(LENGTHS[0], 64), (LENGTHS[0], 128), (LENGTHS[1], 64)])
 def test_against_the_twin(judge, length, head_dim, share):
     case, x, gpu, truth = _setting(head_dim, length, share)
+    torch.set_num_threads(max(torch.get_num_threads(), min(4, os.cpu_count() or 1)))  # minutes with one thread
     twin = run(case, x, "cpu")
     compare(judge, case, x, gpu, twin)
     ours, theirs = (median_row_error(r.gradients.dv[0, :, 0], truth.dv[0, :, 0]) for r in (gpu, twin))
