@@ -8,7 +8,8 @@ median over rounds counts. Calls are captured into CUDA graphs that rotate over 
 host nor the cache flatters anyone; our times include packing and quantising. Writes ``bench.json`` (schema
 dmattn.bench/1), ``bench.md`` (tables; a second one has our kernels one by one) and ``bench.svg``.
 
-FlashAttention-3 (``flash_attn_interface``) and -4 (``flash_attn.cute``) take part where they are installed.
+FlashAttention-3 (``flash_attn_interface``) and -4 (``flash_attn.cute``) and cuDNN's FP8 attention (``cudnn``,
+cudnn_fp8.py) take part where they are installed.
 """
 
 from __future__ import annotations
@@ -196,6 +197,24 @@ class FlashAttention(Autograd):
         return out[0] if isinstance(out, tuple) else out
 
 
+def _flash_attention_3() -> Contender:
+    from flash_attn_interface import flash_attn_func
+
+    return FlashAttention("flash_attn_3", flash_attn_func, "flash_attn_3")
+
+
+def _flash_attention_4() -> Contender:
+    from flash_attn.cute import flash_attn_func
+
+    return FlashAttention("flash_attn_4", flash_attn_func, "flash-attn-4")
+
+
+def _cudnn_fp8() -> Contender:
+    from cudnn_fp8 import CudnnFp8
+
+    return CudnnFp8()
+
+
 def contenders(device: str) -> list[Contender]:
     found: list[Contender] = [DeltaMatching(mode) for mode in MODES]
     from torch.nn.attention import SDPBackend
@@ -205,18 +224,14 @@ def contenders(device: str) -> list[Contender]:
     cudnn = torch.backends.cudnn.version() or 0
     found.append(Sdpa("cudnn_bf16", SDPBackend.CUDNN_ATTENTION, f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"))
     found.append(Sdpa("flash_attn_2", SDPBackend.FLASH_ATTENTION, f"torch {torch.__version__}"))
-    with contextlib.suppress(ImportError):
-        from flash_attn_interface import flash_attn_func
-
-        found.append(FlashAttention("flash_attn_3", flash_attn_func, "flash_attn_3"))
-    with contextlib.suppress(ImportError):
-        from flash_attn.cute import flash_attn_func as function4
-
-        found.append(FlashAttention("flash_attn_4", function4, "flash-attn-4"))
-    with contextlib.suppress(ImportError):
-        from cudnn_fp8 import CudnnFp8
-
-        found.append(CudnnFp8())
+    # What is installed but broken says so and is left out as well.
+    for add in (_flash_attention_3, _flash_attention_4, _cudnn_fp8):
+        try:
+            found.append(add())
+        except ImportError:
+            pass
+        except Exception as error:
+            print(f"  {add.__name__[1:]}: {type(error).__name__}: {error}", flush=True)
     return found
 
 
@@ -324,6 +339,7 @@ class Timed:
             "forward_ms": forward,
             "backward_ms": backward,
             "peak_bytes": self.peak_bytes,
+            "quantise_ms": getattr(self.contender, "quantise_ms", {}).get(self.shape),
             "captured": bool(self.graphs),
             **spread,
         }
