@@ -36,6 +36,7 @@ __device__ __forceinline__ void write_bias_codes(uint32_t address, float dot, fl
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address + first), "r"(word) : "memory");
   }
 }
+
 // The codes that this thread wrote before, once more.
 __device__ __forceinline__ void copy_bias_codes(uint32_t to, uint32_t from) {
   uint4 x;
@@ -54,10 +55,6 @@ __device__ __forceinline__ void fill_bias_ones(uint32_t image, int thread, int t
     const uint32_t word = i < kImageRows ? kOnes : 0u;
     ptx::store_shared4(image + 16 * i, {word, word, word, word});
   }
-}
-// Zeroes the second column of a stage's bias image, which its writer leaves alone.
-__device__ __forceinline__ void clear_bias_tail(uint32_t image, int thread, int threads) {
-  for (int i = thread; i < kImageRows; i += threads) ptx::store_shared4(image + 16 * (kImageRows + i), {0, 0, 0, 0});
 }
 
 }  // namespace dmattn::cuda

@@ -91,8 +91,9 @@ __device__ __forceinline__ void write_factors(const KeyParams& p, int32_t q_bloc
   ptx::store_shared(scalars + 16 + 4 * image, (image ? p.gradients.q_scale : p.gradients.dv_scale)[q_block]);
 }
 
-// Warps 0 ... 3: warp 2 h + i fills every other stage (h: even or odd steps of the ring) for the keys of image i; that
-// of image 0 also copies. So a warp has two steps' time for the latency of its loads and always owns the same stages.
+// Warps 0 ... 3: warp 2 h + i fills half of the stages for the keys of image i; that of image 0 also copies. A warp always
+// owns the same stages, two that follow each other where there are four: the two tiles of a block of 128 queries share
+// their bias codes, and the second one's are a copy.
 template <class T>
 __device__ __forceinline__ void key_produce(const KeyParams& p, uint32_t shared) {
   using Plan = KeyPlan<T>;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void key_produce(const KeyParams& p, uint32_t shared)
 #pragma unroll 1
       for (int32_t tile = ptx::load_shared_int(ptx::load_shared_int(own) + 12);
            tile < ptx::load_shared_int(ptx::load_shared_int(own) + 16); ++tile, ring.advance()) {
-        if (static_cast<int32_t>(ring.step & 1) != thread() / 64) continue;
+        if (static_cast<int32_t>(ring.step / (T::kStages / 2) % 2) != thread() / 64) continue;
         const uint32_t work = ptx::load_shared_int(own);
         const int32_t head = ptx::load_shared_int(own + 4);
         const int32_t image = thread() / 32 % 2, lane = thread() % 32;
@@ -135,9 +136,15 @@ __device__ __forceinline__ void key_produce(const KeyParams& p, uint32_t shared)
         ptx::barrier_wait_idle(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
         if (thread() % 64 == 0) copy_stage<T>(p, index, stage, full);
         __syncwarp();
-        if (p.shape.mean_blocks_max > 0)
-          write_biases(p, work, head, tile, image, q_scale, stage + Plan::kBias + image * kImageRows * kBiasBytes,
-                       lane);
+        if (p.shape.mean_blocks_max > 0) {
+          const uint32_t bias = stage + Plan::kBias + image * kImageRows * kBiasBytes;
+          if (T::kStages == 4 && ring.step % 2 == 1 && tile % 2 == 1 && tile > ptx::load_shared_int(work + 12)) {
+            copy_bias_codes(bias + 16 * lane, bias + 16 * lane - Plan::kStageBytes);
+            copy_bias_codes(bias + 16 * (lane + 32), bias + 16 * (lane + 32) - Plan::kStageBytes);
+          } else {
+            write_biases(p, work, head, tile, image, q_scale, bias, lane);
+          }
+        }
         if (lane == 0)
           write_factors<T>(p, index / 2, 2 * ptx::load_shared_int(work) + image, q_scale, stage + Plan::kScalars,
                            image);

@@ -33,8 +33,8 @@ struct KeyConsumer {
   using Plan = KeyPlan<T>;
   static constexpr int N = T::kSlice / 2;
   // Where registers allow, S and dP of the next step run beside dV and dK of this one. Where dS wants the 32 unrounded
-  // values of P there is no room for that: dP runs beside dV of its own step and S of the next beside dK.
-  static constexpr bool kAhead = !T::kDk || kRounded;
+  // values of P there is no room for that (and for 256 channels no third stage): dP runs beside dV of its own step and S of the next beside dK.
+  static constexpr bool kAhead = !T::kDk || (kRounded && T::D < 256);
 
   const KeyParams& p;
   const uint32_t shared;

@@ -36,10 +36,10 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// Whether that phase has completed; may wait for a moment.
+// Whether that phase has completed; does not wait.
 __device__ __forceinline__ bool barrier_try(uint32_t barrier, uint32_t parity) {
   uint32_t done;
-  asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+  asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
                : "=r"(done)
                : "r"(barrier), "r"(parity)
                : "memory");
@@ -62,20 +62,6 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// A group of no stores, where others of the same count follow.
-__device__ __forceinline__ void bulk_store_commit_empty() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// At most kPending of this thread's stores still read shared memory.
-template <int kPending>
-__device__ __forceinline__ void bulk_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-__device__ __forceinline__ void bulk_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 // Ordinary writes of this thread to shared memory, before wgmma or a bulk copy reads them.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -150,12 +136,6 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
-}
-// Four 8 x 8 matrices of 16-bit elements, each transposed; lane 8 i + r gives the address of row r of matrix i.
-__device__ __forceinline__ void store_matrices_transposed(uint32_t address, const uint32_t* x) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
-               "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
 }
 
 }  // namespace dmattn::cuda::ptx
