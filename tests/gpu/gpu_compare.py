@@ -12,12 +12,13 @@ from torch import Tensor
 
 #: GPU against twin, relative Frobenius (docs/numerics.md, section 7).
 LIMIT = 2e-3
-#: Pairs of a query and a key from which LIMIT holds as it is. The grade allows one code in a thousand to fall on the other
-#: side of its rounding, which is 2e-3 of a large sum; few terms feel a single such code more: 1 / sqrt of their number.
+#: Pairs of a query and a key from which LIMIT holds as it is. The grade allows one code in a thousand to fall on the
+#: other side of its rounding, which is 2e-3 of a large sum; few terms feel a single such code more: 1 / sqrt of their
+#: number.
 PAIRS = 600**2
 #: Where the outputs hang on differences of nearly equal numbers (saturated heads: dP - delta), a flipped code or a BF16
-#: of O that rounds the other way is a share of an error that is large itself: GPU and twin may then differ by this share
-#: of the twin's distance from FP64.
+#: of O that rounds the other way is a share of an error that is large itself: GPU and twin may then differ by this
+#: share of the twin's distance from FP64.
 ILL_CONDITIONED = 0.5
 #: How far the GPU's error against FP64 may be from the twin's.
 ERROR_SHARE = 0.02
@@ -140,7 +141,8 @@ def compare(
         vector = name in ("lse", "delta")
         a, b = (torch.where(usual & a.isfinite(), t, 0) for t in (a, b))
         whole, head = distance(a, b, floor.get(name), row_vector=vector)
-        limits = [limit * _flips(_pairs(case)), limit * _flips(_pairs(case) / case.q_heads)]
+        sequences = len(case.q_lengths) if case.varlen else 1  # many short ones: few terms weigh most
+        limits = [limit * _flips(_pairs(case) / n) for n in (sequences, sequences * case.q_heads)]
         if (whole > limits[0] or head > limits[1]) and not case.varlen:
             truth = truth or exact(case, x)
             own = distance(b, torch.where(usual, getattr(truth, name), 0), floor.get(name), row_vector=vector)
