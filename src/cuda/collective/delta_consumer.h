@@ -68,7 +68,7 @@ __device__ __forceinline__ void delta_tiles(const Shape& shape, int32_t index, c
     thread.release(shared + Plan::empty(ring.stage()));  // the products have read the rest of it
     ring.advance();
     add_tile<kMasked>(tile, scalars, mask, rows);
-    if (!kMasked) full = barrier_peek(shared + Plan::full(ring.next().stage()), ring.next().parity());
+    if (!kMasked) full = ptx::barrier_try(shared + Plan::full(ring.next().stage()), ring.next().parity());
   };
   const auto landed = [](DeltaTile& tile) {
     ptx::mma_wait<0>();

@@ -183,7 +183,7 @@ __device__ __forceinline__ void forward_tiles(const Shape& shape, int32_t index,
   bool full = false;  // the next tile's stage is known to be
   const auto peek = [&] {
     const Ring at{ring.step + (kPipelined ? 2 : 1)};
-    full = barrier_peek(shared + Plan::full(at.stage()), at.parity());
+    full = ptx::barrier_try(shared + Plan::full(at.stage()), at.parity());
   };
   const int32_t fast_end = min(group.whole, group.tiles - 1);  // a tile follows each: no branch around its products
   if constexpr (kPipelined) {

@@ -159,6 +159,7 @@ __device__ __forceinline__ float group_maximum(float x, uint32_t scratch, int gr
   if (at.lane == 0) ptx::store_shared(scratch + 4 * at.warp, __uint_as_float(warp));
   ptx::group_sync(group_barrier);
   const float2 a = ptx::load_shared2(scratch), b = ptx::load_shared2(scratch + 8);
+  ptx::group_sync(group_barrier);  // the next call may be one step away, with no barrier between
   return fmaxf(fmaxf(a.x, a.y), fmaxf(b.x, b.y));
 }
 

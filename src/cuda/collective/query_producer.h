@@ -128,6 +128,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const QueryOperands&
     const uint8_t *const keys = from.keys + image0 * T::kImage, *const values = from.values + image0 * T::kImage;
     const float q_scale = from.q_scale[q_block];
     const float d_scale = from.d_scale != nullptr ? from.d_scale[q_block] : 1.0f;
+    const float unit = from.d_scale != nullptr ? 1.0f / numerics::kProbabilityScale : 1.0f;  // delta: p carries 2^8
     const auto load = [&](int32_t tile) -> StageInputs {
       StageInputs x = {{0.0f, 0.0f}, k_scales[tile], v_scales[tile]};
       if (centred) x.dot[0] = dots[tile * kImageRows], x.dot[1] = dots[tile * kImageRows + 32];
@@ -149,7 +150,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const QueryOperands&
       if (lane == 0) {
         const uint32_t scalars = shared + Plan::scalars(ring.stage());
         ptx::store_shared(scalars, (q_scale * now.k_scale) * score_scale);
-        ptx::store_shared(scalars + 4, d_scale * now.v_scale);
+        ptx::store_shared(scalars + 4, d_scale * now.v_scale * unit);
       }
       ptx::async_proxy_fence();
       __syncwarp();

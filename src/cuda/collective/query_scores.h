@@ -139,16 +139,6 @@ __device__ __forceinline__ void issue_scores(float (&s)[32], const Left& queries
   }
 }
 
-// Whether a phase has completed, without waiting: asked early, the answer is there when the wait would start.
-__device__ __forceinline__ bool barrier_peek(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-
 template <class T>
 __device__ __forceinline__ StageScalars load_scalars(uint32_t shared, int stage) {
   const float2 x = ptx::load_shared2(shared + QueryPlan<T>::scalars(stage));

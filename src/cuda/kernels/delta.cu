@@ -4,8 +4,8 @@
 // For 64 queries and each tile of 64 keys, ascending:
 //     S = Q K^T + bias step, T = D V^T (codes, tensor core; D = w dO)
 //     p = 2^(S f + 8 - c), f = (q_scale k_scale) (softmax_scale log2 e)        FP32, not rounded to codes
-//     weighted += (d_scale v_scale) sum p T,  total += sum p
-// and at the end delta' = weighted / total (0 where total is), delta = delta' / w. The 2^8 of p divides out.
+//     weighted += (2^-8 d_scale v_scale) sum p T,  total += sum p
+// and at the end delta' = weighted / (2^-8 total) (0 where total is), delta = delta' / w: 2^-8 takes out what p carries.
 //
 //              keys, 64 a stage ->                       384 threads, one CTA per multiprocessor:
 //            +----+----+----+----+                         warps 0-3    copies, bias codes, factors (query_producer.h)
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_rows(const DeltaParams& p, const QueryItem
   for (int r = 0; r < 2; ++r) {
     if (thread.column != 0) continue;
     const bool dead = total[r] == 0.0f || rows.shift[r] == numerics::negative_infinity();
-    const float delta = dead ? 0.0f : __fdiv_rn(weighted[r], total[r]);
+    const float delta = dead ? 0.0f : __fdiv_rn(weighted[r], total[r] * (1.0f / numerics::kProbabilityScale));
     p.delta[padded + 8 * r] = delta;
     const int32_t row = item.block * kBlockRows + thread.row + 8 * r;
     if (p.delta_out == nullptr || row >= item.view.q_rows) continue;

@@ -105,7 +105,7 @@ struct KeyConsumer {
     const uint32_t delta = stage + Plan::kDelta + 4 * at.pair;
     bool raise = g == kUnset;
     if (!raise) {
-      const float unit = exact_power(e - 8.0f - g);
+      const float unit = exact_power(-g) * exact_power(e - 8.0f);  // together they may be subnormal
       raise = ptx::group_any(1 + group, make_ds_codes<kRounded>(in, dp, dp_scale * unit, unit, delta, codes));
     }
     return raise ? raise_g(dp_scale, delta, in, codes) : exact_power(g);
