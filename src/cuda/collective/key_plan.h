@@ -31,7 +31,7 @@ struct KeyTraits {
 //   16 ds_tile      index in the chunk of the first head's first tile
 //   20 first_tile   of each head
 //   24 key          the warpgroup's first; 28 keys of the sequence; 32 offset: query q sees key j if j <= q + offset
-//   36 the next item; 40 parity of the barrier of K and V
+//   36 how many items are done; 40 parity of the barrier of K and V
 struct KeySlot {
   static constexpr int kBytes = 48;
 };
@@ -103,6 +103,13 @@ struct KeyParams {
   int32_t kv_head_first;  // of the chunk
   int32_t group;          // query heads of a KV head
 };
+
+// The CTA's n-th item. Items go longest first in a causal batch, so every other round is dealt backwards: otherwise the
+// first CTA would have the longest of each.
+__device__ __forceinline__ int64_t key_item_number(int32_t n) {
+  const int64_t grid = gridDim.x, cta = blockIdx.x;
+  return n * grid + (n % 2 == 0 ? cta : grid - 1 - cta);
+}
 
 // Keeps the compiler from preparing a division outside the loop: producers have no registers for that.
 __device__ __forceinline__ int32_t opaque(int32_t x) {

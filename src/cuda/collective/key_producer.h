@@ -13,14 +13,14 @@ namespace dmattn::cuda {
 // that, 20 query tiles that share a mean, 24 first row of [Hq][mean blocks].
 __device__ __forceinline__ void prepare_work(const KeyParams& p, uint32_t work) {
   for (int n = static_cast<int>(threadIdx.x); n < kMostItems; n += static_cast<int>(blockDim.x)) {
-    const int64_t item = static_cast<int64_t>(n) * gridDim.x + blockIdx.x;
+    const int64_t item = key_item_number(n);
     const uint32_t entry = work + kWorkBytes * n;
     KeyItem at;
-    if (item >= p.items) {
+    if (n * static_cast<int64_t>(gridDim.x) >= p.items) {
       ptx::store_shared_int(entry, -2);
       break;
     }
-    if (!key_item(p, static_cast<int32_t>(item), at)) {
+    if (item >= p.items || !key_item(p, static_cast<int32_t>(item), at)) {
       ptx::store_shared_int(entry, -1);
       continue;
     }

@@ -271,16 +271,17 @@ struct KeyConsumer {
 
   __device__ __forceinline__ void run() {
     StageRing<T::kStages> ring;
-    ptx::store_shared_int(slot() + 36, static_cast<int32_t>(blockIdx.x));
+    ptx::store_shared_int(slot() + 36, 0);
     ptx::store_shared_int(slot() + 40, 0);
     const int32_t shift = p.index.packed ? static_cast<int32_t>(p.index.shift) + 1 : 0x40000000;
     for (;;) {
-      const int32_t number = slot_int(36);
-      if (number >= p.items) break;
+      const int32_t n = slot_int(36);
+      if (static_cast<int64_t>(n) * gridDim.x >= p.items) break;
       __syncwarp();
-      ptx::store_shared_int(slot() + 36, number + static_cast<int32_t>(gridDim.x));
+      ptx::store_shared_int(slot() + 36, n + 1);
+      const int64_t number = key_item_number(n);
       int32_t tiles;
-      if (!begin(number, tiles)) continue;
+      if (number >= p.items || !begin(static_cast<int32_t>(number), tiles)) continue;
       const int32_t keys_parity = slot_int(40);
       ptx::barrier_wait(shared + Plan::kKeysFull, keys_parity);
       __syncwarp();
