@@ -14,8 +14,8 @@
 // exponent E of P (one per 16 keys: a warp) and G of dS (one per 64 keys) only rise, when a code saturates; the
 // accumulator is then rescaled by a power of two. Three of four warps never leave the fast path.
 //
-// Pipeline of a step: P from S; issue dV and the next S; dS from dP; issue dK and the next dP; store dS; one wait. (dS
-// from unrounded P: issue dV and dP; dS; issue dK and the next S.) Nothing is in flight across the loop's back edge.
+// Pipeline of a step: P from S; issue dV and dP; dS; issue dK and the next step's S; store dS; wait. Nothing is in flight
+// across the loop's back edge. The two warpgroups fill each other's waits.
 // Roles: warpgroup 0: copies, bias codes and factors (key_producer.h); warpgroups 1 and 2 consume.
 // Barriers: full[stage] (copies + two warps), empty[stage] (8 consumer warps), keys full / empty; named barrier
 // 1 + w for warpgroup w's agreement on G.
@@ -32,9 +32,9 @@ template <class T, bool kRounded>
 struct KeyConsumer {
   using Plan = KeyPlan<T>;
   static constexpr int N = T::kSlice / 2;
-  // Where registers allow, S and dP of the next step run beside dV and dK of this one. Where dS wants the 32 unrounded
-  // values of P there is no room for that (and for 256 channels no third stage): dP runs beside dV of its own step and S of the next beside dK.
-  static constexpr bool kAhead = !T::kDk || (kRounded && T::D < 256);
+  // Without dK, S of the next step runs beside dV of this one. With it, dP runs beside dV of its own step and S of the
+  // next beside dK: S and dP a step ahead fit in 240 registers where P lives on as codes, and were slower.
+  static constexpr bool kAhead = !T::kDk;
 
   const KeyParams& p;
   const uint32_t shared;
