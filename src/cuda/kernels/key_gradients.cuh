@@ -12,7 +12,7 @@
 //
 // dV and dK stay in the tensor core for 512 queries (an interval), then go to FP32 sums. Within an interval the
 // exponent E of P (one per 16 keys: a warp) and G of dS (one per 64 keys) only rise, when a code saturates; the
-// accumulator is then rescaled by a power of two. Three of four warps never leave the fast path.
+// accumulator is then rescaled by a power of two. On random heads one step in six does: the first of an interval, few others.
 //
 // Pipeline of a step: P from S; issue dV and dP; dS; issue dK and the next step's S; store dS; wait. Nothing is in flight
 // across the loop's back edge. The two warpgroups fill each other's waits.
