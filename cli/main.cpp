@@ -65,6 +65,8 @@ int run(int argc, char** argv) {
     return complain(error.what());
   } catch (const Unsupported& error) {
     return complain(error.what());
+  } catch (const DeviceError& error) {
+    return complain(error.what());
   } catch (const std::bad_alloc&) {
     return complain("out of memory: take fewer tokens or heads");
   } catch (const std::exception& error) {

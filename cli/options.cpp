@@ -83,7 +83,9 @@ CommonOptions::CommonOptions(CLI::App& app, Numerics default_numerics)
       ->type_name("N")
       ->check(whole_number(0, kMostThreads))
       ->capture_default_str();
-  app.add_option("--device", device_, "cpu or cuda [the GPU if there is one]")->type_name("NAME");
+  app.add_option("--device", device_,
+                 "cpu, the twin that is measured, whose numbers are the GPU's within docs/numerics.md [cpu]")
+      ->type_name("NAME");
   app.add_flag("--json", json_, "Print a JSON document in place of the table");
   app.add_option("--html", html_, "Also write a self-contained page with the plots")->type_name("FILE");
 }
@@ -91,7 +93,13 @@ CommonOptions::CommonOptions(CLI::App& app, Numerics default_numerics)
 void CommonOptions::check_device() const {
   if (device_.empty() || device_ == "cpu") return;
   if (device_ != "cuda") throw InvalidValue("--device: must be cpu or cuda, got " + in_quotes(device_));
+#if defined(DMATTN_HAVE_CUDA)
+  throw Unsupported(
+      "--device: what is measured is the CPU twin, whose numbers are the GPU's within docs/numerics.md, section 7; "
+      "expected cpu, got cuda");
+#else
   throw Unsupported("--device: no CUDA backend in this build, use --device cpu");
+#endif
 }
 
 RunOptions CommonOptions::run() const {

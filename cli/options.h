@@ -28,7 +28,7 @@ class CommonOptions {
   bool json() const { return json_; }
   const std::string& html() const { return html_; }
   uint64_t seed(uint64_t fallback) const { return seed_.value_or(fallback); }
-  std::string device() const { return "cpu"; }  // the only backend of this build
+  std::string device() const { return "cpu"; }  // the twin measures, in every build
 
  private:
   void check_device() const;

@@ -271,22 +271,42 @@ def test_layers_that_do_not_fit_together(tmp_path: Path) -> None:
         (["sweep", "--inputs", "uniform"], "gaussian, outlier or sink"),
         (["sweep", "--spread", "inf"], "--spread: must be a finite number"),
         (["sweep", "--heads", "64", "--tokens", "65536", "--head-dim", "4096"], "must be at most"),
-        (["certify"], "CUDA"),
+        (["certify", "--seed", "-1"], "--seed: must be a whole number"),
+        (["certify", "--device-index", "x"], "--device-index: must be a whole number"),
     ],
 )
 def test_bad_arguments(layer: Path, arguments: list[str], says: str) -> None:
     refused(*[str(layer) if argument == "FILE" else argument for argument in arguments], says=says)
 
 
-def test_cuda_without_a_backend(layer: Path) -> None:
-    if "cuda" in document("info")["backends"]:
-        pytest.skip("this build has a CUDA backend")
-    refused("probe", layer, "--device", "cuda", says="no CUDA backend")
+@pytest.mark.parametrize("command", [["probe", "FILE"], ["row"], ["sweep"]])
+def test_the_twin_is_what_is_measured(layer: Path, command: list[str]) -> None:
+    command = [str(layer) if part == "FILE" else part for part in command]
+    has_backend = "cuda" in document("info")["backends"]
+    refused(*command, "--device", "cuda", says="expected cpu, got cuda" if has_backend else "no CUDA backend")
+    assert document("row", "--device", "cpu") == document("row")
+
+
+def test_certify(tmp_path: Path) -> None:
+    out = tmp_path / "certificate.json"
+    if not any(gpu["capability"] == "9.0" for gpu in document("info")["gpus"]):
+        for options in ([], ["--json"], ["--quick", "--device-index", "1", "--out", out]):
+            refused("certify", *options, says="CUDA")
+        assert not out.exists()
+        return
+    found = document("certify", "--quick", "--out", out)
+    assert json.loads(out.read_text()) == found
+    assert (found["schema"], found["numerics"], found["device"]) == ("dmattn.certificate/1", "hopper", "cuda")
+    assert list(found["cases"][0]) == ["name", "shape", "mode", "grade", "value", "limit", "mismatches", "pass"]
+    assert {case["grade"] for case in found["cases"]} == {"bitwise", "bounded"}
+    assert {case["mode"] for case in found["cases"]} == {None, *MODES}
+    assert {case["shape"]["head_dim"] for case in found["cases"]} == {64, 128, 256}
+    assert all(case["pass"] for case in found["cases"])
 
 
 @pytest.mark.parametrize("command", ["", "row", "sweep", "probe", "certify", "info"])
 def test_help(command: str) -> None:
     done = dmattn(*filter(None, [command]), "--help")
     assert done.returncode == 0 and done.stderr == ""
-    if command in ("", "row", "sweep", "probe"):
+    if command != "info":
         assert "Examples:" in done.stdout
