@@ -195,7 +195,7 @@ DMATTN_API dmattn_status dmattn_backward(const dmattn_problem *problem, const dm
 /* The mode's true delta alone: args->delta_out is required, dq, dk, dv are ignored. */
 DMATTN_API dmattn_status dmattn_delta(const dmattn_problem *problem, const dmattn_backward_args *args);
 
-/* On CUDA: K, V and Q_SCORES (the other operands of the backward depend on its saved statistics). */
+/* On CUDA: K, V and Q_SCORES. */
 DMATTN_API dmattn_status dmattn_quantise(const dmattn_problem *problem, const dmattn_quantise_args *args);
 
 /* FP64 attention (docs/numerics.md, "reference"): O, lse and the gradients that are asked for (they need d_o),

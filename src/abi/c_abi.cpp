@@ -73,9 +73,7 @@ bool check_operand(const Problem& problem, int32_t operand) {
   const bool on_gpu = operand != DMATTN_OPERAND_Q && operand != DMATTN_OPERAND_D_O;
   if (problem.cuda && !on_gpu)
     throw dmattn::Unsupported(
-        fmt::format("operand: expected K (1), V (2) or Q_SCORES (4) with device cuda, got {} (its codes depend on "
-                    "saved statistics)",
-                    operand));
+        fmt::format("operand: expected K (1), V (2) or Q_SCORES (4) with device cuda, got {}", operand));
   if (!problem.cuda && operand == DMATTN_OPERAND_Q_SCORES)
     throw dmattn::Unsupported("operand: expected 0 ... 3 with device cpu, got 4 (Q_SCORES is offered with cuda alone)");
   return operand != DMATTN_OPERAND_K && operand != DMATTN_OPERAND_V;
@@ -99,9 +97,6 @@ Problem check_backward(const dmattn_problem* raw, const dmattn_backward_args* ar
   if (!args->saved.reference && problem.numerics == dmattn::Numerics::hopper)
     check_row_vector(problem, args->lse, "lse (needed where saved is missing)");
   if (args->saved.o_low.data) check_tensor(problem, args->saved.o_low, true, "saved.o_low", Access::input);
-  if (args->dq.data) check_tensor(problem, args->dq, true, "dq", Access::output);
-  if (args->dk.data) check_tensor(problem, args->dk, false, "dk", Access::output);
-  if (args->dv.data) check_tensor(problem, args->dv, false, "dv", Access::output);
   return problem;
 }
 
@@ -147,6 +142,9 @@ dmattn_status dmattn_forward(const dmattn_problem* raw, const dmattn_forward_arg
 dmattn_status dmattn_backward(const dmattn_problem* raw, const dmattn_backward_args* args) {
   return guarded([&] {
     const Problem problem = check_backward(raw, args);
+    if (args->dq.data) check_tensor(problem, args->dq, true, "dq", Access::output);
+    if (args->dk.data) check_tensor(problem, args->dk, false, "dk", Access::output);
+    if (args->dv.data) check_tensor(problem, args->dv, false, "dv", Access::output);
     backend_of(problem).backward(problem, *args);
   });
 }

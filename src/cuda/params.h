@@ -89,7 +89,8 @@ struct KeyGradients {
 
 struct QueryGradients {
   TensorView dq;
-  float* partial;       // [Hq][128 QB][D] FP32, in accumulator order; null when the chunk holds all keys
+  float* partial;       // [heads of the chunk][128 QB][D] FP32, in accumulator order, less what lies before the
+                        // chunk's first head; null when the chunk holds all keys
   int32_t first, last;  // this chunk starts / ends the sum over keys
 };
 

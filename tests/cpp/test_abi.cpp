@@ -340,7 +340,9 @@ TEST(Abi, RefusalsNameTheArgument) {
   has(refusal([](Call& c, auto&) { c.problem.batch = -1; }, DMATTN_INVALID_VALUE), "batch");
   has(refusal([](Call& c, auto&) { c.problem.q_len = INT64_MAX; }, DMATTN_INVALID_VALUE), "q_len");
   has(refusal([](Call& c, auto&) { c.problem.q_len = c.problem.batch = int64_t{1} << 30; }, DMATTN_INVALID_VALUE), "q");
+#if !defined(DMATTN_HAVE_CUDA)  // a build that has it: test_abi_device.cpp
   has(refusal([](Call& c, auto&) { c.problem.device = DMATTN_CUDA; }, DMATTN_UNSUPPORTED), "device");
+#endif
   has(refusal([](Call& c, auto&) { c.problem.threads = -1; }, DMATTN_INVALID_VALUE), "threads");
   has(refusal([](Call& c, auto&) { c.problem.struct_size = 8; }, DMATTN_INVALID_VALUE), "struct_size");
   has(refusal([](Call&, auto& f) { f.struct_size = 8; }, DMATTN_INVALID_VALUE), "struct_size");

@@ -53,7 +53,7 @@ struct KeyPlan {
   static constexpr int kBias = kDot + (T::kDv ? T::kImage : 0);       // one image of 64 keys x 32 for each warpgroup
   static constexpr int kShift = kBias + 2 * kImageRows * kBiasBytes;  // 64 floats: 8 - c
   static constexpr int kDelta = kShift + kImageRows * 4;              // 64 floats: delta'
-  static constexpr int kScalars = kDelta + kImageRows * 4;            // StageScalars
+  static constexpr int kScalars = kDelta + kImageRows * 4;            // KeyStageScalars
   static constexpr int kStageBytes = kScalars + 128;
   static constexpr int kOnes = kStage0 + T::kStages * kStageBytes;  // constant operand of the bias step
   static constexpr int kReduce = kOnes + kImageRows * kBiasBytes;   // [warpgroup][4 warps] amax
@@ -75,7 +75,7 @@ struct KeyPlan {
 };
 
 // Factors of a stage's tiles, one of each for either warpgroup's 64 keys.
-struct StageScalars {
+struct KeyStageScalars {
   float score[2];     // (q_scale k_scale) (softmax_scale log2 e)
   float gradient[2];  // d_scale v_scale
   float dv_scale, q_scale;

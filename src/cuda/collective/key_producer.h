@@ -68,8 +68,9 @@ __device__ __forceinline__ void copy_keys(const KeyParams& p, int32_t k_block, u
 // A warp: bias codes of image `image`'s 64 keys for a query tile.
 __device__ __forceinline__ void write_biases(const KeyParams& p, uint32_t work, int32_t head, int32_t tile,
                                              int32_t image, float q_scale, uint32_t bias, int32_t lane) {
-  const int32_t row =
-      ptx::load_shared_int(work + 24) + head * p.shape.mean_blocks_max + tile / ptx::load_shared_int(work + 20);
+  // Cut off where a sequence is longer than the caller said.
+  const int32_t block = min(tile / ptx::load_shared_int(work + 20), p.shape.mean_blocks_max - 1);
+  const int32_t row = ptx::load_shared_int(work + 24) + head * p.shape.mean_blocks_max + block;
   const float* dots =
       p.queries.bias + lane + image * kImageRows +
       (static_cast<int64_t>(row) * p.shape.sequences.k_blocks + ptx::load_shared_int(work + 4)) * kBlockRows;

@@ -9,7 +9,7 @@ namespace dmattn::cuda {
 __device__ __forceinline__ void store4(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
 
 // to += x without waiting. Each address has one writer, whose additions take effect in program order: no other thread
-// ever touches it, so the result does not depend on timing.
+// ever touches it, so the result does not depend on timing. The GPU flushes subnormal sums here (below 2^-126).
 __device__ __forceinline__ void add4(float* to, float4 x) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
                "f"(x.w)

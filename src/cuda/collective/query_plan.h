@@ -32,7 +32,7 @@ struct QueryTraits {
 
 // Factors of a stage's tile.
 //   score: (q_scale k_scale) (softmax_scale log2 e), each product rounded once
-//   value: forward v_scale; delta d_scale v_scale
+//   value: forward v_scale; delta 2^-8 d_scale v_scale (p carries 2^8)
 struct StageScalars {
   float score, value;
 };

@@ -114,15 +114,10 @@ struct KeyConsumer {
   // The tile's own amax, through dS in FP32 in the place of dP.
   __device__ __forceinline__ float raise_g(float dp_scale, uint32_t delta, const Probabilities<kRounded>& in,
                                            uint32_t (&codes)[8]) {
-    if constexpr (kAhead) {  // the sum may not change while products are in flight
-      ptx::mma_wait<0>();
-      ptx::mma_landed(s);
-      landed_dv();
-    }
     const float own = replace_by_ds<kRounded>(in, dp, dp_scale, exact_power(e - 8.0f), delta);
     const float amax = group_maximum(own, shared + Plan::kReduce + 16 * group, 1 + group, at);
     float exponent = g == kUnset ? 0.0f : g;  // all zero, or NaN that the codes carry
-    if (amax > 0.0f) {
+    if (amax > 0.0f && numerics::is_finite(amax)) {
       const uint32_t raised = __float_as_uint(fmaxf(amax, numerics::kAmaxFloor)) >> 23;  // as numerics::tile_scale
       exponent = fmaxf(g, static_cast<float>(static_cast<int>(raised) - 127 - 7));
       if (!fresh) scale_sum<T>(dk, exact_power(g - exponent));

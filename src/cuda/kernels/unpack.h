@@ -1,4 +1,4 @@
-// From images and padded blocks back to plain rows: what dmattn_quantise and the inspection of operands hand out.
+// From images and padded blocks back to plain rows: what dmattn_quantise hands out.
 #pragma once
 
 #include <cuda_runtime_api.h>

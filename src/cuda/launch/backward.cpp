@@ -1,7 +1,5 @@
 // Backward: [tables] -> K, V pack -> Q pack -> dO, q pack -> [delta, matched] -> for each chunk of query heads, for each
 // range of keys, ascending: dK, dV and dS -> dQ. delta: the same up to its kernel.
-#include "cuda/launch/backward.h"
-
 #include <utility>
 
 #include "cuda/backend.h"
@@ -89,8 +87,7 @@ Call make_call(const Problem& problem, const dmattn_backward_args& args) {
 
 bool has_no_rows(const Problem& problem) { return problem.batch == 0 || (problem.q_len == 0 && problem.k_len == 0); }
 
-}  // namespace
-
+// All operands, and delta' of the mode: what dmattn_delta stops after.
 void queue_backward_operands(const Launch& launch, const Problem& problem, const dmattn_backward_args& args,
                              const BackwardPlan& plan) {
   const TensorView k = tensor_view(problem, args.k, false, "k");
@@ -107,6 +104,8 @@ void queue_backward_operands(const Launch& launch, const Problem& problem, const
     check_cuda(launch_delta(launch, plan.shape, plan.keys, plan.queries, plan.gradients, args.delta_out),
                "launch of the delta kernel");
 }
+
+}  // namespace
 
 void backward(const Problem& problem, const dmattn_backward_args& args) {
   if (has_no_rows(problem)) return;

@@ -78,8 +78,10 @@ CurrentDevice::~CurrentDevice() {
   if (previous_ != index_) cudaSetDevice(previous_);
 }
 
-void check_device_pointer(const Problem& problem, const void* pointer, const char* name) {
+void check_device_pointer(const Problem& problem, const void* pointer, const char* name, size_t alignment) {
   if (pointer == nullptr) return;
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0)
+    throw InvalidValue(fmt::format("{}: expected an address aligned to {} bytes", name, alignment));
   cudaPointerAttributes attributes{};
   check_cuda(cudaPointerGetAttributes(&attributes, pointer), name);
   if (attributes.type == cudaMemoryTypeManaged) return;

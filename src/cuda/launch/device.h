@@ -35,7 +35,7 @@ class CurrentDevice {
 
 // A host pointer in a kernel is a fault that no later call recovers from; here it is a line that names the argument.
 // NULL passes: whether a pointer may be missing is checked elsewhere.
-void check_device_pointer(const Problem& problem, const void* pointer, const char* name);
+void check_device_pointer(const Problem& problem, const void* pointer, const char* name, size_t alignment = 4);
 
 // The workspace of a call that needs `needed` bytes.
 void check_workspace(const Problem& problem, const void* workspace, size_t bytes, size_t needed);

@@ -22,7 +22,7 @@ bool rows_are_aligned(const Problem& problem, const dmattn_tensor& tensor, int64
 TensorView tensor_view(const Problem& problem, const dmattn_tensor& tensor, bool is_query, const char* name) {
   const int64_t rows = is_query ? problem.q_len : problem.k_len;
   if (tensor.data == nullptr || rows == 0 || problem.batch == 0) return {};
-  check_device_pointer(problem, tensor.data, fmt::format("{}.data", name).c_str());
+  check_device_pointer(problem, tensor.data, fmt::format("{}.data", name).c_str(), sizeof(uint16_t));
   const int64_t heads = is_query ? problem.q_heads : problem.kv_heads;
   return {static_cast<uint16_t*>(tensor.data), tensor.batch_stride, tensor.seq_stride, tensor.head_stride,
           rows_are_aligned(problem, tensor, rows, heads)};

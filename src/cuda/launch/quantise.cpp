@@ -50,7 +50,7 @@ void quantise(const Problem& problem, const dmattn_quantise_args& args) {
   const CurrentDevice current(problem.device_index);
   ForwardPlan plan = plan_forward(problem, args.workspace);
   check_workspace(problem, args.workspace, args.workspace_bytes, plan.bytes);
-  check_device_pointer(problem, args.codes, "codes");
+  check_device_pointer(problem, args.codes, "codes", sizeof(uint8_t));
   check_device_pointer(problem, args.scale, "scale");
   check_device_pointer(problem, args.mean, "mean");
   const Packed packed =

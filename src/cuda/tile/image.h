@@ -10,7 +10,7 @@
 //   transposed image  D channels x 64 rows                          contraction over rows: O, dV, dK, dQ
 // A contraction over rows runs in an order that saves shuffles; within 16 rows, position p holds row
 //   sigma(p): 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15    where the other operand is an accumulator packed in registers
-//   rho(p):   0 8 1 9 2 10 ... 7 15                    where it is dS stored by stmatrix (dQ's K codes)
+//   rho(p):   0 8 1 9 2 10 ... 7 15                    where it is dS as its kernel turns it (dQ's K codes)
 // Every block of 128 rows is two images; indices of images are [head][block of 128 rows][half].
 #pragma once
 
