@@ -14,6 +14,7 @@ cudnn_fp8.py) take part where they are installed.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
 import dataclasses
@@ -87,7 +88,7 @@ class Inputs:
         self.k, self.v = draw(shape.kv_heads), draw(shape.kv_heads)
 
 
-class Contender:
+class Contender(abc.ABC):
     """A library on one shape: what a set of inputs leaves for its backward is made anew by each forward."""
 
     name: str
@@ -98,11 +99,13 @@ class Contender:
         """Once for each set of inputs, not timed; its result is handed to the calls."""
         return x
 
+    @abc.abstractmethod
     def forward(self, shape: Shape, x: Any) -> Any:
-        raise NotImplementedError
+        """A timed call; its result is handed to :meth:`backward`."""
 
+    @abc.abstractmethod
     def backward(self, shape: Shape, x: Any, left: Any) -> Any:
-        raise NotImplementedError
+        """A timed call with what :meth:`forward` left."""
 
     @property
     def label(self) -> str:
@@ -134,8 +137,9 @@ class DeltaMatching(Contender):
 class Autograd(Contender):
     """A function of (q, k, v) that autograd differentiates; leaves are made by :meth:`setup`."""
 
+    @abc.abstractmethod
     def attention(self, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise NotImplementedError
+        """O of the inputs in this library's layout."""
 
     def layout(self, x: Tensor) -> Tensor:
         return x

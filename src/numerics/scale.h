@@ -37,13 +37,18 @@ DMATTN_HD float power_of_two(float exponent) {
   return bits_float(static_cast<uint32_t>(static_cast<int32_t>(exponent) + 127) << 23);
 }
 
+// tile_exponent of a finite amax > 0.
+DMATTN_HD float tile_exponent_of_finite(float amax) {
+  const float clamped = amax > kAmaxFloor ? amax : kAmaxFloor;
+  return static_cast<float>(static_cast<int32_t>(float_bits(clamped) >> 23) - 127 - 7);
+}
+
 // Exponent of a dS tile's own scale: amax 2^-exponent lies in [128, 256). -infinity for amax = 0, NaN if amax is not
 // finite.
 DMATTN_HD float tile_exponent(float amax) {
   if (!is_finite(amax)) return quiet_nan();
   if (amax == 0.0f) return negative_infinity();
-  const float clamped = amax < kAmaxFloor ? kAmaxFloor : amax;
-  return static_cast<float>(static_cast<int32_t>(float_bits(clamped) >> 23) - 127 - 7);
+  return tile_exponent_of_finite(amax);
 }
 
 // Scale 2^exponent, exact to apply and to undo; zero if the exponent is -infinity.

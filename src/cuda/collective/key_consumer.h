@@ -13,7 +13,10 @@ constexpr int32_t kIntervalTiles = numerics::kFlushRows / kImageRows;
 
 // Exponents that have not been set in this interval: below any that matters, so that a code made with it saturates.
 constexpr float kUnset = -1048576.0f;
+constexpr float kCodeExponent = numerics::kProbabilityExponent;  // codes of P hold 2^8 p
+static_assert(numerics::kExponentKeys == 16, "E belongs to a warp's rows of a product");
 
+static_assert(numerics::kE4m3Max == 448.0f, "the code 0x7e below");
 // Bit 7 of some byte is set if a byte of x, whose bit 7 is clear, is 0x7e (448) or 0x7f (NaN).
 __device__ __forceinline__ uint32_t saturation(uint32_t x) { return x + 0x02020202u; }
 
@@ -73,7 +76,7 @@ __device__ __forceinline__ float warp_exponent(const float (&acc)[32], float fac
     for (int i = 0; i < 4; ++i) most = fmaxf(most, fmaf(acc[4 * j + i], factor, i % 2 ? s.y : s.x));
   }
   // Integers beyond 2^20 do not matter: their codes vanish or their rows are NaN.
-  const int bounded = static_cast<int>(fmaxf(fminf(ceilf(most) - 8.0f, 1048576.0f), kUnset));
+  const int bounded = static_cast<int>(fmaxf(fminf(ceilf(most) - kCodeExponent, 1048576.0f), kUnset));
   return static_cast<float>(__reduce_max_sync(0xffffffffu, bounded));
 }
 

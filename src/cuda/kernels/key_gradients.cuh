@@ -32,9 +32,6 @@ template <class T, bool kRounded>
 struct KeyConsumer {
   using Plan = KeyPlan<T>;
   static constexpr int N = T::kSlice / 2;
-  // Without dK, S of the next step runs beside dV of this one. With it, dP runs beside dV of its own step and S of the
-  // next beside dK: S and dP a step ahead fit in 240 registers where P lives on as codes, and were slower.
-  static constexpr bool kAhead = !T::kDk;
 
   const KeyParams& p;
   const uint32_t shared;
@@ -70,10 +67,7 @@ struct KeyConsumer {
   __device__ __forceinline__ void settle() {
     ptx::mma_wait<0>();
     ptx::mma_landed(s);
-    if constexpr (kAhead) {
-      landed_dv();
-      if constexpr (T::kDk) ptx::mma_landed(dp);
-    }
+    if constexpr (!T::kDk) landed_dv();
 #pragma unroll
     for (int i = 0; i < T::kSlices; ++i) {
       if constexpr (T::kDk) ptx::mma_landed(dk[i]);
@@ -105,7 +99,7 @@ struct KeyConsumer {
     const uint32_t delta = stage + Plan::kDelta + 4 * at.pair;
     bool raise = g == kUnset;
     if (!raise) {
-      const float unit = exact_power(-g) * exact_power(e - 8.0f);  // together they may be subnormal
+      const float unit = exact_power(-g) * exact_power(e - kCodeExponent);  // together they may be subnormal
       raise = ptx::group_any(1 + group, make_ds_codes<kRounded>(in, dp, dp_scale * unit, unit, delta, codes));
     }
     return raise ? raise_g(dp_scale, delta, in, codes) : exact_power(g);
@@ -114,12 +108,11 @@ struct KeyConsumer {
   // The tile's own amax, through dS in FP32 in the place of dP.
   __device__ __forceinline__ float raise_g(float dp_scale, uint32_t delta, const Probabilities<kRounded>& in,
                                            uint32_t (&codes)[8]) {
-    const float own = replace_by_ds<kRounded>(in, dp, dp_scale, exact_power(e - 8.0f), delta);
+    const float own = replace_by_ds<kRounded>(in, dp, dp_scale, exact_power(e - kCodeExponent), delta);
     const float amax = group_maximum(own, shared + Plan::kReduce + 16 * group, 1 + group, at);
     float exponent = g == kUnset ? 0.0f : g;  // all zero, or NaN that the codes carry
     if (amax > 0.0f && numerics::is_finite(amax)) {
-      const uint32_t raised = __float_as_uint(fmaxf(amax, numerics::kAmaxFloor)) >> 23;  // as numerics::tile_scale
-      exponent = fmaxf(g, static_cast<float>(static_cast<int>(raised) - 127 - 7));
+      exponent = fmaxf(g, numerics::tile_exponent_of_finite(amax));
       if (!fresh) scale_sum<T>(dk, exact_power(g - exponent));
       g = exponent;
     }
@@ -152,7 +145,7 @@ struct KeyConsumer {
   }
 
   __device__ __forceinline__ float factor_v(uint32_t stage) const {
-    return exact_power(e - 8.0f) * ptx::load_shared(stage + Plan::kScalars + 16);
+    return exact_power(e - kCodeExponent) * ptx::load_shared(stage + Plan::kScalars + 16);
   }
   __device__ __forceinline__ float factor_k(uint32_t stage) const {
     return exact_power(g) * ptx::load_shared(stage + Plan::kScalars + 20);
@@ -195,31 +188,26 @@ struct KeyConsumer {
     if (tile < mask_end)
       mask_scores(s, at, slot_int(24), tile * kImageRows, slot_int(28), slot_int(32), p.shape.causal);
     probabilities(stage, pr);
-    if constexpr (kAhead) {
+    if constexpr (!T::kDk) {
       if (!ready) ptx::barrier_wait(next_full, next_parity);
     }
     ptx::mma_fence();
     if constexpr (T::kDv) add_product<T>(dv, pr.codes, image_descriptor_at(stage16, Plan::kDot, T::D), !fresh);
-    if constexpr (kAhead) issue_scores(next16);
-    if constexpr (!kAhead) issue_gradients(stage16);
+    if constexpr (T::kDk)
+      issue_gradients(stage16);
+    else
+      issue_scores(next16);
     ptx::mma_commit();
-    if constexpr (!kAhead) {
+    if constexpr (T::kDk) {  // S and dP of the next step beside these fit, and were slower (docs/decisions/0006)
       ptx::mma_wait<0>();
       landed_dv();
       ptx::mma_landed(dp);
-    }
-    if constexpr (T::kDk) {
       uint32_t codes[8];
       const float scale = ds_codes(stage, pr, codes);
-      if constexpr (!kAhead) {
-        if (!ready) ptx::barrier_wait(next_full, next_parity);
-      }
+      if (!ready) ptx::barrier_wait(next_full, next_parity);
       ptx::mma_fence();
       add_product<T>(dk, codes, image_descriptor_at(stage16, Plan::kQt, T::D), !fresh);
-      if constexpr (kAhead)
-        issue_gradients(next16);
-      else
-        issue_scores(next16);
+      issue_scores(next16);
       ptx::mma_commit();
       if (tile >= ds_begin) store_ds(codes, scale, ds);
     }
@@ -291,7 +279,6 @@ struct KeyConsumer {
         const uint32_t stage16 = uniform_address(shared + Plan::stage(ring.stage()));
         ptx::mma_fence();
         issue_scores(stage16);
-        if constexpr (kAhead) issue_gradients(stage16);
         ptx::mma_commit();
         settle();
       }

@@ -38,13 +38,9 @@ DMATTN_CUDA_HD constexpr int sigma(int position) {
 DMATTN_CUDA_HD constexpr int rho(int position) { return (position >> 1) + 8 * (position & 1); }
 
 #if defined(__CUDACC__)
-// wgmma descriptor of an image of `rows` rows at a shared address (start at any row that is a multiple of 8).
-__device__ __forceinline__ uint64_t image_descriptor(uint32_t shared, int rows) {
-  return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | (static_cast<uint64_t>(rows) << 16) |
-         (static_cast<uint64_t>(128 >> 4) << 32);
-}
-// The same from a shared address / 16 that the whole warp shares (uniform_address) and a constant byte offset: one
-// addition in the uniform data path, where the general form costs a move from vector registers for every descriptor.
+// wgmma descriptor of an image of `rows` rows (start at any row that is a multiple of 8), from a shared address / 16 that
+// the whole warp shares (uniform_address) and a constant byte offset: one addition in the uniform data path, where an
+// address in vector registers costs a move for every descriptor.
 __device__ __forceinline__ uint64_t image_descriptor_at(uint32_t base16, int offset, int rows) {
   return (static_cast<uint64_t>(128 >> 4) << 32) |
          (base16 + (static_cast<uint32_t>(offset) >> 4) + (static_cast<uint32_t>(rows) << 16));
