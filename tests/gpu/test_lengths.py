@@ -171,3 +171,24 @@ def test_wrong_offsets_touch_nothing_outside(offsets):
     backward(case, x, saved, offsets=(wrong, wrong))
     torch.cuda.synchronize()
     assert same_bits(forward(case, x).o, expected.o)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sequence_longer_than_announced(judge, mode):
+    """The C ABI cannot see it on the device. Its results mean nothing; those of the others are right, and nothing is
+    written outside."""
+    case = ragged(mode, 64, (300, 300, 424))
+    x = gaussian(case).to(DEVICE)
+    offsets = torch.tensor([0, 10, 20, 1024], dtype=torch.int32, device=DEVICE)  # 1,004 where 424 were announced
+    pair = (offsets, offsets)
+    saved = forward(case, x, offsets=pair)
+    gradients = backward(case, x, saved, offsets=pair)
+    short = Case(mode, 64, 10, 10, case.q_heads, case.kv_heads)
+    for rows in (slice(0, 10), slice(10, 20)):
+        alone = run(short, Inputs(*(tensor[rows][None] for tensor in x)))
+        judge.same_bits("o", mismatches(saved.o[rows], alone.saved.o[0]), case)
+        for name in ("dq", "dk", "dv"):
+            part, whole = getattr(alone.gradients, name)[0], getattr(gradients, name)[rows]
+            judge.same_bits(name, mismatches(whole, part), case)

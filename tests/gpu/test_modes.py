@@ -103,3 +103,23 @@ def test_given_delta(judge, mode):
         a, b = (getattr(g, name).double() for g in (given, own))
         judge.at_most(f"{name} with its own delta given", float((a - b).norm() / b.norm()), 2e-3, case)
     judge.at_most("delta comes back", float((given.delta - own.delta).abs().max() / own.delta.abs().max()), 1e-6, case)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mode", ["matched", "onepass"])
+def test_an_infinite_delta_stays_in_its_tile(judge, mode):
+    """dS of the 64 queries around it is lost; the exponent that later tiles of the interval share is not."""
+    case = square(mode, 128, 320, (1, 1))
+    x = gaussian(case)
+    own = run(case, x, "cpu")
+    delta = own.gradients.delta.clone()
+    delta[0, 0, 5] = torch.inf
+    twin = backward(case, x, own.saved, "cpu", delta=delta)
+    on_device = x.to(DEVICE)
+    gpu = backward(case, on_device, own.saved.to(DEVICE), delta=delta.to(DEVICE))
+    rows = slice(64, None)
+    ours, theirs = gpu.dq[0, rows].cpu().double(), twin.dq[0, rows].double()
+    assert bool(ours.isfinite().all()), "rows of other tiles"
+    judge.at_most("dq of other tiles", float((ours - theirs).norm() / theirs.norm()), 2e-3, case)
+    assert bool(gpu.dq[0, :64].isnan().any()), "an infinite delta must not turn into plausible numbers"
+    judge.at_most("dv", float((gpu.dv.cpu().double() - twin.dv.double()).norm() / twin.dv.double().norm()), 2e-3, case)
