@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import _dtensor
 from . import ops as _ops  # noqa: F401  (registers the operators)
 
 Mode = Literal["matched", "onepass", "consistent", "stale"]
@@ -96,6 +97,15 @@ def _attention(
         raise TypeError(f"centre: expected a name or None, got {type(centre).__name__}")
     q, k, v = _autocast(q, k, v)
     _refuse_forward_mode(q=q, k=k, v=v)
+    if _dtensor.is_dtensor(q) or _dtensor.is_dtensor(k) or _dtensor.is_dtensor(v):
+
+        def local(q: Tensor, k: Tensor, v: Tensor, *offsets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, mode, numerics, centre, return_lse)
+            return _attention(q, k, v, *(offsets or (None, None)), *options)  # type: ignore[call-arg]
+
+        packed = () if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+        result: Tensor | tuple[Tensor, Tensor] = _dtensor.attend(q, k, v, packed, local)
+        return result
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")
     if isinstance(softmax_scale, (str, bytes)):

@@ -13,20 +13,30 @@ Source: the all-to-all scheme is that of DeepSpeed-Ulysses (arXiv 2309.14509); u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _checks, _device, functional
+from . import _checks, _device, _dtensor, functional
 from ._checks import Shape
 from ._exchange import Exchange, Layout, Repeat, parts_of, shares
 from .functional import Centre, Mode, Numerics
 
+_P = ParamSpec("_P")
+
 __all__ = ["dm_attn_ulysses", "dm_attn_ulysses_varlen", "gather_lengths"]
+
+
+def _eager(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+    """``function``, never traced: a compiled caller is cut here, and refused with ``fullgraph=True``. Tracing would
+    turn the exchange into collectives that run beside the code which uses their results."""
+    reason = "delta_matching.parallel runs eagerly: its all-to-all is not traced"
+    disabled: Callable[_P, Tensor] = torch.compiler.disable(function, reason=reason)
+    return disabled
 
 
 def _process_group(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, int, int]:
@@ -106,7 +116,7 @@ def _local(
     functional._refuse(function, unsupported)
     functional._check_tensors(q=q, k=k, v=v)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if hasattr(tensor, "placements"):
+        if _dtensor.is_dtensor(tensor):
             raise TypeError(f"{name}: expected this rank's rows as a plain tensor, got a DTensor; use its to_local()")
     q, k, v = functional._autocast(q, k, v)
     functional._refuse_forward_mode(q=q, k=k, v=v)
@@ -156,6 +166,7 @@ def _ulysses(
     return o.view(rows, batch, q_heads, head_dim)
 
 
+@_eager
 def dm_attn_ulysses(
     q: Tensor,
     k: Tensor,
@@ -211,6 +222,7 @@ def dm_attn_ulysses(
     return o.transpose(0, 1).contiguous()
 
 
+@_eager
 def dm_attn_ulysses_varlen(
     q: Tensor,
     k: Tensor,
