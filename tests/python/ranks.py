@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # A rank that waits for one that has failed gives up after this long.
-_PATIENCE = 60
+_PATIENCE = 120
 
 
 def _work(rank: int, world: int, backend: str, store: str, pipe: multiprocessing.connection.Connection) -> None:
@@ -42,11 +42,17 @@ def _work(rank: int, world: int, backend: str, store: str, pipe: multiprocessing
     dist.destroy_process_group()
 
 
+def here() -> torch.device:
+    """Where the tensors of this rank lie: its GPU under NCCL, else the CPU."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 class Ranks:
     """``world`` processes, one rank each, with the default process group of ``backend``."""
 
     def __init__(self, world: int, backend: str = "gloo") -> None:
         self.world, self.backend = world, backend
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
 
@@ -62,7 +68,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(), "store")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.world, self.backend, store, theirs), daemon=True)
@@ -76,7 +83,9 @@ class Ranks:
             if process.is_alive():
                 process.kill()
             process.join()
-        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder, self._processes, self._pipes = None, [], []
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """``function(*arguments)`` in every process, and what each returned."""
@@ -84,19 +93,20 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        results, failures = [], []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(3 * _PATIENCE):
-                    raise TimeoutError("no answer")
-                fine, result = pipe.recv()
-            except (EOFError, TimeoutError) as error:
-                fine, result = False, repr(error)
-            results.append(result)
+        results: dict[int, Any] = {}
+        while len(results) < self.world:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+            answered = multiprocessing.connection.wait(waiting, timeout=3 * _PATIENCE)
+            fine, text = bool(answered), "no answer"
+            for pipe in answered:
+                try:
+                    fine, text = pipe.recv()
+                except EOFError:
+                    fine, text = False, "the process is gone"
+                results[waiting[pipe]] = text
+                if not fine:
+                    break
             if not fine:
-                failures.append(f"rank {rank}:\n{result}")
-                break
-        if failures:
-            self._stop()
-            raise AssertionError("\n".join(failures))
-        return results
+                self._stop()  # the others may wait for the one that failed
+                raise AssertionError(f"of ranks {sorted(waiting.values())}, one failed:\n{text}")
+        return [results[rank] for rank in range(self.world)]

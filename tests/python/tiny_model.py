@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention64 import same_bits
 from delta_matching import dm_attn_func
+from ranks import here
 
 HIDDEN, HEAD_DIM, Q_HEADS, KV_HEADS = 64, 64, 2, 1
 
@@ -99,11 +100,10 @@ def loss_of(model: nn.Module, step: int, rank: int, device: torch.device, length
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), symbols[:, 1:].flatten())
 
 
-def train(mode: str, how: str, steps: int, device: str = "cpu") -> list[float]:
+def train(mode: str, how: str, steps: int) -> list[float]:
     """This rank's losses."""
     torch._dynamo.reset()
-    rank = dist.get_rank()
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    rank, where = dist.get_rank(), here()
     model = build(mode, where, how)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -116,11 +116,10 @@ def train(mode: str, how: str, steps: int, device: str = "cpu") -> list[float]:
     return losses
 
 
-def gradients_agree(mode: str, how: str, device: str = "cpu") -> list[str]:
+def gradients_agree(mode: str, how: str) -> list[str]:
     """The parameters whose gradient has other bits than the mean of what one process gets for each rank's sequence."""
     torch._dynamo.reset()
-    rank = dist.get_rank()
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    rank, where = dist.get_rank(), here()
     model = build(mode, where, how)
     loss_of(model, 0, rank, where).backward()
     means: list[Tensor] = []
