@@ -55,6 +55,46 @@ def test_split_groups(two, mode):
         assert not same[2] and not same[3] and 0 < worst < 1, (same, worst)
 
 
+@pytest.fixture(scope="module")
+def three():
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("sizes", [(1, 66, 8, 4), (2, 66, 5, 5)], ids=["4 units", "10 units"])
+def test_three_ranks(three, sizes):
+    assert three.run(attend, sizes, "onepass", True, (22, 22, 22), True) == [[], [], []]
+    assert three.run(attend, sizes, "matched", True, (1, 0, 65), False) == [[], [], []]
+
+
+def test_split_groups_over_three_ranks(three):
+    for same, worst in three.run(divided, (1, 66, 3, 1), "matched"):
+        assert same[:2] == [True, True] and 0 < worst < 1, (same, worst)
+
+
+def compiled(fullgraph):
+    """Whether a compiled layer has the bits of an eager one."""
+    torch._dynamo.reset()
+    x = slices(draw(1, 34, 4, 2), (17, 17), 1)[:3]
+
+    def layer(q, k, v):
+        return dm_attn_ulysses(q * 2, k, v, causal=True).float().sin()
+
+    results = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=fullgraph)):
+        leaves = [t.detach().clone().requires_grad_() for t in x]
+        out = function(*leaves)
+        results.append((out.detach(), *torch.autograd.grad(out.sum(), leaves)))
+    return [same_bits(a, b) for a, b in zip(*results, strict=True)]
+
+
+def test_compiled_callers(two):
+    """The graph is cut around the exchange; where it must not be, that is an error and not a wait."""
+    assert two.run(compiled, False) == [[True] * 4] * 2
+    with pytest.raises(AssertionError, match="its all-to-all is not traced"):
+        two.run(compiled, True)
+
+
 def subsets(needed):
     x = draw(1, 34, 4, 2)
     full = slices(whole(x, causal=True), (17, 17), 1)[1:]

@@ -54,15 +54,16 @@ def attend(sizes, mode, causal, lengths, equal, **more):
 def divided(sizes, mode):
     """How far split groups are from one process, as a share of the bound; and which outputs keep their bits."""
     x = draw(*sizes)
-    lengths = (sizes[1] // 2,) * 2
+    world = dist.get_world_size()
+    lengths = (sizes[1] // world,) * world
     mine = sliced(x, lengths, 1, dm_attn_ulysses, mode=mode, causal=True, split_groups=True)
     one = slices(whole(x, mode=mode, causal=True), lengths, 1)
     same = [same_bits(a, b) for a, b in zip(mine, one, strict=True)]
-    # The parts alone, as the two ranks compute them: heads 0 ... G/2 - 1 and G/2 ... G - 1.
-    half = sizes[2] // 2
+    # The parts alone, as the ranks compute them: as many query heads of the one group each.
+    share = sizes[2] // world
     parts = [
-        whole([x[0][:, :, a : a + half], x[1], x[2], x[3][:, :, a : a + half]], mode=mode, causal=True)
-        for a in (0, half)
+        whole([x[0][:, :, a : a + share], x[1], x[2], x[3][:, :, a : a + share]], mode=mode, causal=True)
+        for a in range(0, sizes[2], share)
     ]
     worst = 0.0
     for index in (2, 3):
