@@ -53,7 +53,7 @@ def _check_placements(dims: _Dims, q: DTensor, k: DTensor, v: DTensor) -> None:
     for index, placement in enumerate(q.placements):
         if type(placement) is Shard and placement.dim % q.dim() == dims.rows:
             raise RuntimeError(
-                f"q: the sequence is sharded, {placement} of {tuple(q.placements)}: shard heads or batch, or use "
+                f"q: the sequence is sharded, placements {tuple(q.placements)}: shard heads or batch, or use "
                 f"delta_matching.parallel.{dims.instead} on the local tensors"
             )
         over_heads = type(placement) is Shard and placement.dim % q.dim() == dims.heads

@@ -92,7 +92,8 @@ def test_gradients_are_the_mean_of_one_process(two, how):
     assert two.run(tiny_model.gradients_agree, "matched", how) == [[], []]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["matched", "onepass"])
 def test_training_repeats(two, mode):
     """Checkpointed, compiled and sharded: twenty steps, twice, with the same bits in every loss."""
     first = two.run(tiny_model.train, mode, "fsdp checkpoint compile", 20)

@@ -79,7 +79,7 @@ def refusals():
 
 def test_refused(two):
     expected = [
-        "RuntimeError: q: the sequence is sharded, S(1) of (Shard(dim=1),): shard heads or batch, or use "
+        "RuntimeError: q: the sequence is sharded, placements (Shard(dim=1),): shard heads or batch, or use "
         "delta_matching.parallel.dm_attn_ulysses on the local tensors",
         "RuntimeError: q: expected placements Replicate or a Shard of heads or batch, got (Shard(dim=3),)",
         "RuntimeError: q: expected placements Replicate or a Shard of heads or batch, got (Partial(",
@@ -88,7 +88,7 @@ def test_refused(two):
         "RuntimeError: k and v have 1 heads over 2 shards: expected a multiple of the shards",
         "ValueError: q has 3 heads, k and v have 2",
         "TypeError: q: expected torch.bfloat16, got torch.float32",
-        "RuntimeError: q: the sequence is sharded, S(0) of (Shard(dim=0),): shard heads or batch, or use "
+        "RuntimeError: q: the sequence is sharded, placements (Shard(dim=0),): shard heads or batch, or use "
         "delta_matching.parallel.dm_attn_ulysses_varlen on the local tensors",
         "RuntimeError: cu_seqlens: expected a plain tensor or Replicate, got (Shard(dim=0),)",
         "RuntimeError: lse is not differentiable",
