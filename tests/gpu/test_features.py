@@ -113,6 +113,7 @@ def test_fake_kernels_have_the_real_strides(mode, varlen):
         q, k, v, offsets = *fake[1:4], fake[8]
         fake = (*ops.forward(q, k, v, offsets, offsets, 117, 117, *options), *ops.backward(*fake))
     for a, b in zip(real, fake, strict=True):
+        assert a.is_contiguous()
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
