@@ -1,12 +1,13 @@
 """What a call on a GPU needs beside its tensors: the stream, the workspace, and cu_seqlens on the device.
 
-Everything here is a no-op for CPU tensors. Nothing waits for the device but the first look at the values of cu_seqlens
-that lie there (:func:`offsets_on_device`), and nothing does while a CUDA graph is captured.
+CPU tensors need none of it. Nothing waits for the device but the first look at the values of cu_seqlens that lie there
+(:func:`offsets_on_device`), and nothing does while a CUDA graph is captured.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -15,10 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _checks, _library
 
+_AS_IT_IS = contextlib.nullcontext()
+
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which ``device`` is the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(device)
 
 
 def capturing(device: torch.device) -> bool:
@@ -27,13 +32,11 @@ def capturing(device: torch.device) -> bool:
 
 
 def describe(problem: _library.Problem, device: torch.device, cap: int) -> None:
-    """Fill in the fields of ``problem`` that say where it runs.
+    """Fill in the fields of ``problem`` that say on which GPU and stream it runs.
 
     Args:
         cap: most bytes of dS held at a time, 0 for the library's own limit.
     """
-    if device.type != "cuda":
-        return
     problem.device = _library.DEVICES["cuda"]
     problem.device_index = torch.cuda.current_device() if device.index is None else device.index
     problem.stream = torch.cuda.current_stream(device).cuda_stream
@@ -49,15 +52,31 @@ class Workspace(NamedTuple):
     nbytes: int
 
 
-def workspace(problem: _library.Problem, device: torch.device, phase: int) -> Workspace:
+_NO_WORKSPACE = Workspace(None, None, 0)
+
+# What the library answered, by all that the answer depends on. A layer asks the same in every call.
+_sizes: dict[Hashable, tuple[int, int]] = {}
+_MOST_SIZES = 1024
+
+
+def workspace(problem: _library.Problem, call: Hashable, device: torch.device, phase: int) -> Workspace:
     """What ``problem`` needs on ``device``, from Torch's allocator; nothing for CPU tensors.
 
     Args:
+        call: the shape and the options of ``problem``: all of it but the device, its limits and pointers.
         phase: 0 for the forward, 1 for the backward.
     """
-    nbytes = _library.workspace_size(problem)[phase] if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return _NO_WORKSPACE
+    key = (call, problem.device_index, problem.workspace_cap, problem.max_q_len, problem.max_k_len)
+    sizes = _sizes.get(key)
+    if sizes is None:
+        if len(_sizes) >= _MOST_SIZES:
+            _sizes.clear()  # lengths that change all the time
+        sizes = _sizes[key] = _library.workspace_size(problem)
+    nbytes = sizes[phase]
     if nbytes == 0:
-        return Workspace(None, None, 0)
+        return _NO_WORKSPACE
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return Workspace(memory, memory.data_ptr(), nbytes)
 

@@ -5,13 +5,14 @@ Source: docs/method.md (the modes), docs/numerics.md (what is computed).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import ops as _ops  # noqa: F401  (registers the operators)
+from . import _dtensor, ops
 
 Mode = Literal["matched", "onepass", "consistent", "stale"]
 Numerics = Literal["hopper", "paper"]
@@ -74,6 +75,16 @@ def _refuse_forward_mode(**tensors: Tensor) -> None:
             raise RuntimeError(f"{name} carries a tangent: delta_matching does not support forward-mode derivatives")
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+    """What calls the forward: tracing and transforms want the operator itself, which else costs more time."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if not wanted or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        operator: Callable[..., tuple[Tensor, ...]] = torch.ops.delta_matching.forward.default
+        return operator
+    differentiable: Callable[..., tuple[Tensor, ...]] = ops.Differentiable.apply
+    return differentiable
+
+
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -96,6 +107,15 @@ def _attention(
         raise TypeError(f"centre: expected a name or None, got {type(centre).__name__}")
     q, k, v = _autocast(q, k, v)
     _refuse_forward_mode(q=q, k=k, v=v)
+    if _dtensor.is_dtensor(q) or _dtensor.is_dtensor(k) or _dtensor.is_dtensor(v):
+
+        def local(q: Tensor, k: Tensor, v: Tensor, *offsets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            options = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, mode, numerics, centre, return_lse)
+            return _attention(q, k, v, *(offsets or (None, None)), *options)  # type: ignore[call-arg]
+
+        packed = () if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
+        result: Tensor | tuple[Tensor, Tensor] = _dtensor.attend(q, k, v, packed, local)
+        return result
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")
     if isinstance(softmax_scale, (str, bytes)):
@@ -104,7 +124,7 @@ def _attention(
     o: Tensor
     lse: Tensor
     try:
-        o, lse, *_ = torch.ops.delta_matching.forward(q, k, v, *arguments)
+        o, lse, *_ = _forward(q, k, v)(q, k, v, *arguments)
     except RuntimeError as error:
         # torch.library's own words for this speak of a static method that no user of ours has written.
         if "functorch transforms" not in str(error):

@@ -14,6 +14,7 @@ q_len]`` or ``[q_heads, total_q]``; sum holds two of them.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +42,12 @@ def _argument(tensor: Tensor) -> _library.TensorArg:
     return _library.TensorArg(tensor.data_ptr(), strides[0], strides[1], strides[2])
 
 
-def _problem(
-    shape: Shape,
-    device: torch.device,
-    softmax_scale: float | None,
-    causal: bool,
-    mode: str,
-    numerics: str,
-    centre: str | None,
-    offsets: tuple[Offsets, Offsets] | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+@functools.lru_cache(maxsize=1024)
+def _template(
+    shape: Shape, softmax_scale: float | None, causal: bool, mode: str, numerics: str, centre: str | None
 ) -> _library.Problem:
-    problem = _library.Problem(
+    """What calls of one shape and options share; to be copied. A layer makes the same call again and again."""
+    return _library.Problem(
         batch=shape.batch,
         q_heads=shape.q_heads,
         kv_heads=shape.kv_heads,
@@ -66,14 +60,26 @@ def _problem(
         numerics=_library.code_of("numerics", numerics, _library.NUMERICS),
         centre=_library.centre_code(centre),
         device=_library.DEVICES["cpu"],
-        # As many threads as Torch itself would use; never changes a bit.
-        threads=torch.get_num_threads(),
     )
+
+
+def _problem(
+    shape: Shape,
+    device: torch.device,
+    options: tuple[Any, ...],
+    offsets: tuple[Offsets, Offsets] | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> _library.Problem:
+    problem = _library.Problem.from_buffer_copy(_template(shape, *options))
+    # As many threads as Torch itself would use; never changes a bit.
+    problem.threads = torch.get_num_threads()
     if offsets is not None:
         problem.cu_seqlens_q, problem.cu_seqlens_k = (side.tensor.data_ptr() for side in offsets)
         # A bound may be generous; the library takes none above the rows given.
         problem.max_q_len, problem.max_k_len = min(max_seqlen_q, shape.q_len), min(max_seqlen_k, shape.k_len)
-    _device.describe(problem, device, _workspace.workspace_cap())
+    if device.type == "cuda":
+        _device.describe(problem, device, _workspace.workspace_cap())
     return problem
 
 
@@ -102,11 +108,12 @@ class _ForwardOutputs(NamedTuple):
 
 
 def _allocate_forward(q: Tensor, shape: Shape, mode: str) -> _ForwardOutputs:
-    o = q.new_empty(q.shape)
-    lse, reference = (q.new_empty(shape.row_vector, dtype=torch.float32) for _ in range(2))
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(shape.row_vector, dtype=torch.float32)
+    reference = torch.empty_like(lse)
     total = q.new_empty((2, *shape.row_vector), dtype=torch.float32)  # of unrounded P, then of rounded P
     # Only onepass keeps what rounding O to BF16 left over.
-    o_low = q.new_empty(q.shape if mode == "onepass" else (0,))
+    o_low = torch.empty_like(o) if mode == "onepass" else q.new_empty((0,))
     return _ForwardOutputs(o, lse, reference, total, o_low)
 
 
@@ -160,12 +167,12 @@ def _forward(
     with _device.current(q.device):
         offsets = _offsets(cu_seqlens_q, cu_seqlens_k, shape, q.device, max_seqlen_q, max_seqlen_k)
         options = (softmax_scale, causal, mode, numerics, centre)
-        problem = _problem(shape, q.device, *options, offsets, max_seqlen_q, max_seqlen_k)
+        problem = _problem(shape, q.device, options, offsets, max_seqlen_q, max_seqlen_k)
         q, k, v = _rows(q), _rows(k), _rows(v)
         out = _allocate_forward(q, shape, mode)
         if offsets is not None:
             _clear_forward_padding(out, offsets[0])
-        workspace = _device.workspace(problem, q.device, 0)
+        workspace = _device.workspace(problem, (shape, options), q.device, 0)
         args = _library.ForwardArgs(
             q=_argument(q),
             k=_argument(k),
@@ -232,7 +239,7 @@ def _backward(
         # The forward checked the lengths, and autograd refuses tensors that were written to since.
         offsets = _offsets(cu_seqlens_q, cu_seqlens_k, shape, q.device, None, None)
         options = (softmax_scale, causal, mode, numerics, centre)
-        problem = _problem(shape, q.device, *options, offsets, max_seqlen_q, max_seqlen_k)
+        problem = _problem(shape, q.device, options, offsets, max_seqlen_q, max_seqlen_k)
         # The copies must outlive the call, hence the names.
         q, k, v, o, d_o = _rows(q), _rows(k), _rows(v), _rows(o), _rows(d_o)
         reference, sum, o_low = reference.contiguous(), sum.contiguous(), _rows(o_low)
@@ -241,7 +248,7 @@ def _backward(
             for gradient, side in ((dq, offsets[0]), (dk, offsets[1]), (dv, offsets[1])):
                 if gradient.dim() > 1:
                     _clear_padding(gradient, 0, side)
-        workspace = _device.workspace(problem, q.device, 1)
+        workspace = _device.workspace(problem, (shape, options), q.device, 1)
         args = _library.BackwardArgs(
             q=_argument(q),
             k=_argument(k),
@@ -305,6 +312,20 @@ def _forward_backward(ctx: Any, d_o: Tensor | None, *_: None) -> tuple[Tensor | 
     needed = ctx.needs_input_grad[:3]
     gradients = torch.ops.delta_matching.backward(d_o, *ctx.saved_tensors, *ctx.options, *needed, *ctx.lengths)
     return (*(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *no_gradient)
+
+
+class Differentiable(torch.autograd.Function):
+    """The forward operator with the gradient that is registered for it, for plain eager calls: the wrapper that
+    torch.library builds reads the operator's schema anew in every call, which takes longer than the rest together."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        # Gradients are off in here, so the operator adds no graph of its own.
+        output: tuple[Tensor, ...] = torch.ops.delta_matching.forward.default(*inputs)
+        _forward_setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_forward_backward)
 
 
 def _backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -150,13 +153,16 @@ def _python(code: str, *flags: str, **environment: str | None) -> subprocess.Com
     )
 
 
-OPTIMISED = """
+REFUSALS = """
+import json
 import torch
-from delta_matching import dm_attn_func, dm_attn_varlen_func, probe
-if __debug__: raise SystemExit("not optimised")
+from delta_matching import dm_attn_func, dm_attn_varlen_func, probe, set_workspace_cap
+from delta_matching.parallel import dm_attn_ulysses
 x = torch.zeros(1, 5, 2, 64, dtype=torch.bfloat16)
 row = x[0]
 offsets = lambda *values: torch.tensor(values, dtype=torch.int32)
+leaf = lambda: x.clone().requires_grad_()
+options = (True, "matched", "hopper", None)
 calls = {
     "mode": lambda: dm_attn_func(x, x, x, mode="exact"),
     "dtype": lambda: dm_attn_func(x.float(), x, x),
@@ -167,22 +173,55 @@ calls = {
     "fall": lambda: dm_attn_varlen_func(row, row, row, offsets(0, 5, 3), offsets(0, 5, 5), 5, 5),
     "past": lambda: dm_attn_varlen_func(row, row, row, offsets(0, 6), offsets(0, 5), 6, 6),
     "max": lambda: dm_attn_varlen_func(row, row, row, offsets(0, 5), offsets(0, 5), 4, 5),
+    "max of k": lambda: dm_attn_varlen_func(row, row, row, offsets(0, 5), offsets(0, 5), 5, 4),
+    "start": lambda: dm_attn_varlen_func(row, row, row, offsets(1, 5), offsets(0, 5), 5, 5),
+    "batch": lambda: dm_attn_varlen_func(row, row, row, offsets(0, 5), offsets(0, 2, 5), 5, 5),
+    "int64": lambda: dm_attn_varlen_func(row, row, row, offsets(0, 5).long(), offsets(0, 5), 5, 5),
+    "head_dim": lambda: dm_attn_func(x[..., :60], x[..., :60], x[..., :60]),
+    "device": lambda: dm_attn_func(x, x.to("meta"), x),
+    "causal": lambda: dm_attn_func(x, x, x, causal=1),
+    "numerics": lambda: dm_attn_func(x, x, x, numerics="fp8"),
+    "centre": lambda: dm_attn_func(x, x, x, centre="v"),
+    "list": lambda: dm_attn_func(x, [1.0], x),
+    "lse": lambda: dm_attn_func(leaf(), x, x, return_lse=True)[1].sum().backward(),
+    "second derivative": lambda: torch.autograd.functional.hvp(lambda y: dm_attn_func(y, x, x).float().sum(), x, x),
+    "forward mode": lambda: torch.func.jvp(lambda y: dm_attn_func(y, x, x), (x,), (x,)),
+    "torch.func": lambda: torch.func.grad(lambda y: dm_attn_func(y, x, x).float().sum())(x),
+    "saved": lambda: torch.ops.delta_matching.backward(x, x, x, x, x, x, x, x, *(None,) * 3, *options, *(True,) * 3),
+    "workspace": lambda: set_workspace_cap(0),
+    "group": lambda: dm_attn_ulysses(x, x, x),
     "probe": lambda: probe(x, x, x, x[:, 1:]),
 }
+messages = {}
 for name, call in calls.items():
     try:
         call()
-    except (TypeError, ValueError):
-        continue
-    raise SystemExit(f"{name}: not refused")
-print("refused", len(calls))
+    except (TypeError, ValueError, RuntimeError) as error:
+        messages[name] = f"{type(error).__name__}: {error}"
+    else:
+        messages[name] = "not refused"
+print(json.dumps([__debug__, messages]))
 """
 
 
 @pytest.mark.parametrize("flags", [("-O",), ("-OO",)])
 def test_checks_do_not_vanish_when_optimised(flags):
-    done = _python(OPTIMISED, *flags)
-    assert done.returncode == 0 and done.stdout.strip() == "refused 10", done.stderr + done.stdout
+    here: dict[str, object] = {}
+    exec(REFUSALS, here)
+    expected = here["messages"]
+    assert len(expected) == 27 and not any(text == "not refused" for text in expected.values()), expected
+    done = _python(REFUSALS, *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [False, expected]
+
+
+def test_no_check_is_an_assert():
+    """What -O removes: asserts, and code under __debug__."""
+    folder = pathlib.Path(delta_matching.__file__).parent
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            removed = isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id == "__debug__")
+            assert not removed, f"{path.name}:{node.lineno}"
 
 
 WITHOUT_TORCH = """

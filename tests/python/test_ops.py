@@ -81,6 +81,19 @@ def test_shapes_and_strides():
         assert lse.shape == (2, 4, 33) and lse.dtype == torch.float32 and lse.is_contiguous()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_outputs_are_contiguous_whatever_the_inputs(grad):
+    """Heads before the length, as many models keep them: dense, so that an output could take over the order."""
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(grad) for x in inputs(q_len=5))
+    assert not q.is_contiguous()
+    for mode in MODES:
+        o, lse, *saved = ops.forward(q, k, v, None, None, 0, 0, None, True, mode, "hopper", None)
+        assert all(x.is_contiguous() for x in (o, lse, *saved))
+        assert dm_attn_func(q, k, v, causal=True, mode=mode).is_contiguous()
+        if grad:
+            assert all(x.is_contiguous() for x in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
 def test_o_low_is_kept_by_onepass_alone():
     for mode in MODES:
         o, *_, o_low = ops.forward(*forward_arguments(mode, grad=False))
