@@ -23,7 +23,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from attention64 import attention64, gradients64, same_bits
+from attention64 import attention64, bf16, gradients64, same_bits
 from delta_matching import dm_attn_func
 from delta_matching.integrations._masks import make_plan
 from delta_matching.integrations.transformers import register
@@ -84,12 +84,37 @@ class Sequence(NamedTuple):
     keys: slice
 
 
+LENGTHS = (40, 23, 31)  # of sequences in one batch
+
+
+def padded(side: str) -> tuple[Tensor, list[Sequence]]:
+    """A padding mask for rows of ``LENGTHS``, and the rows that they keep."""
+    longest = max(LENGTHS)
+    mask = torch.zeros(len(LENGTHS), longest, dtype=torch.int64)
+    kept = [slice(longest - n, longest) if side == "left" else slice(n) for n in LENGTHS]
+    for row, rows in enumerate(kept):
+        mask[row, rows] = 1
+    return mask, [Sequence(row, rows, rows) for row, rows in enumerate(kept)]
+
+
+def packing() -> tuple[Tensor, list[Sequence]]:
+    """position_ids of sequences of ``LENGTHS`` in one row, and where they lie."""
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    rows = [slice(end - n, end) for n, end in zip(LENGTHS, ends, strict=True)]
+    return torch.cat([torch.arange(n) for n in LENGTHS])[None], [Sequence(0, each, each) for each in rows]
+
+
+def offsets() -> dict:
+    cu = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=max(LENGTHS), max_length_k=max(LENGTHS))
+
+
 def _check_layer(attend, module, q, k, v, sequences: list[Sequence], options: dict) -> None:
     """Attention of a layer, called by the integration, has the bits of a plain call for each sequence alone."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o, probabilities = attend(module, *leaves, **options)
     assert probabilities is None
-    d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(o)
     gradients = torch.autograd.grad(o, leaves, d_o)
     expected = [torch.zeros_like(o), *(torch.zeros_like(x) for x in leaves)]
     for row, queries, keys in sequences:
@@ -128,6 +153,15 @@ def spied(model: PreTrainedModel, sequences: list[Sequence]) -> Iterator[list[in
         yield count
     finally:
         model.set_attn_implementation(before)
+
+
+def attend(mask=None, is_causal=None, causal=True, lengths=(6, 6), **options):
+    """The attention function on its own, as a module with ``is_causal`` calls it."""
+    q, k, v = bf16(2, 4, lengths[0], 64), *(bf16(2, 2, lengths[1], 64) for _ in range(2))
+    module = torch.nn.Module()
+    module.is_causal = causal
+    function = ALL_ATTENTION_FUNCTIONS[register()]
+    return q, k, v, function(module, q, k, v, mask, is_causal=is_causal, **options)[0]
 
 
 class Noisy(torch.autograd.Function):
