@@ -78,7 +78,7 @@ def batches(seed: int):
 
 def _optimiser(name: str, model) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=0.2)
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 
 
