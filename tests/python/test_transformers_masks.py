@@ -146,6 +146,17 @@ def test_a_plan_is_made_once(monkeypatch):
     assert len(calls) == 2
 
 
+def test_positions_that_were_written_to_are_looked_at_again():
+    positions, sequences = packing()
+    ids, model = tokens(*positions.shape), build()
+    model(ids, position_ids=positions, use_cache=True)
+    positions.copy_(torch.arange(positions.shape[1]))
+    rows = slice(positions.shape[1])
+    with spied(model, [Sequence(0, rows, rows)]) as layers:
+        model(ids, position_ids=positions, use_cache=True)
+    assert layers == [2] and len(sequences) > 1
+
+
 def test_a_row_of_padding_alone():
     mask = torch.tensor([[1] * 9, [0] * 9])
     model = build()
