@@ -170,7 +170,7 @@ def test_plans():
     def plan(function=masks.causal_mask_function, queries=5, keys=5, **options):
         return _masks.make_plan(batch_size=1, q_length=queries, kv_length=keys, mask_function=function, **options)
 
-    assert plan() == (5, 5, True, None, None)
+    assert plan() == (5, 5, True, None, None, None)
     if hasattr(masks, "bidirectional_mask_function"):  # Transformers 5
         assert plan(masks.bidirectional_mask_function).causal is False
     assert plan(masks.sliding_window_causal_mask_function(8)).window == 8

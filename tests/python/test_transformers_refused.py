@@ -11,9 +11,11 @@ import torch
 from transformers import DynamicCache
 from transformers import masking_utils as masks
 
+from attention64 import same_bits
+from delta_matching import _device
 from delta_matching.integrations import _masks
 from delta_matching.integrations.transformers import register
-from tiny_models import attend, build, cached, offsets
+from tiny_models import attend, build, cached, offsets, packing, tokens
 
 IDS = torch.arange(1, 25).view(2, 12)
 ZEROS = torch.ones(2, 12, dtype=torch.int64).tril(5)
@@ -111,6 +113,30 @@ def test_mask_functions_that_are_not_known_are_refused():
     for function, message in refused:
         with pytest.raises(TypeError, match=message):
             _masks.make_plan(batch_size=1, q_length=4, kv_length=4, mask_function=function)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_what_cannot_be_read_while_a_graph_is_captured(monkeypatch, use_cache):
+    positions, _ = packing()
+    ids, model = tokens(*positions.shape), build()
+    packed = dict(position_ids=positions, use_cache=use_cache)
+    expected = [model(ids, **options).logits for options in (packed, dict(use_cache=use_cache))]
+    monkeypatch.setattr(_device, "capturing", lambda device: True)
+    # What Transformers itself asks: then it hands over the numbers of sequences without a look at them.
+    monkeypatch.setattr(masks, "is_tracing", lambda tensor=None: True, raising=False)
+    with pytest.raises(RuntimeError, match="position_ids: packed sequences in a compiled or captured model need"):
+        model(ids, **packed)
+    for options, logits in zip((packed | offsets(), dict(use_cache=use_cache)), expected, strict=True):
+        assert same_bits(model(ids, **options).logits, logits)
+    with pytest.raises(RuntimeError, match="attention_mask: a padding mask cannot be read while a CUDA graph"):
+        model(ids, attention_mask=torch.ones_like(ids), use_cache=use_cache)
+
+
+def test_an_unknown_argument_of_masks_is_refused():
+    with pytest.raises(TypeError, match="tilt: not an argument of masks that delta_matching knows"):
+        _masks.make_plan(
+            batch_size=1, q_length=4, kv_length=4, mask_function=masks.causal_mask_function, dtype=None, tilt=1
+        )
 
 
 def test_a_plan_for_other_sizes_is_refused():

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     causal: bool
     window: int | None  # keys that a query sees at most; None: all
     rows: Rows | None  # None: every row of the batch is one sequence, without padding
+    unread: Tensor | None = None  # true if that holds indeed, where it could not be read
 
 
 # --- From sequence numbers to rows -----------------------------------------------------------------------------------
@@ -82,18 +83,16 @@ def rows_of(ids: Tensor, q_len: int, every_query: bool, device: torch.device) ->
 
 # --- position_ids ----------------------------------------------------------------------------------------------------
 
-_POSITIONS = "position_ids: expected positions that rise by one, or start again at the first where sequences are packed"
-
 
 def positions_rise(position_ids: Tensor) -> Tensor:
     """Whether nothing is packed, a bool tensor without dimensions. ``position_ids``: ``[batch or 1, length]``."""
     return (position_ids.diff(dim=-1) == 1).all()
 
 
-def require_one_sequence(position_ids: Tensor) -> None:
+def require_one_sequence(is_one: Tensor) -> None:
     """Where values cannot be read (in a traced graph, or while a CUDA graph is captured): have the device check."""
     torch._assert_async(
-        positions_rise(position_ids),
+        is_one,
         "position_ids: packed sequences in a compiled or captured model need cu_seq_lens_q, cu_seq_lens_k, "
         "max_length_q and max_length_k",
     )
@@ -110,7 +109,10 @@ def rows_of_positions(position_ids: Tensor, batch: int, device: torch.device) ->
         return None
     if not bool((positions == positions[:, :1])[starts].all()):
         found = positions[starts & (positions != positions[:, :1])][0]
-        raise ValueError(f"{_POSITIONS}, got a jump to {int(found)}")
+        raise ValueError(
+            "position_ids: expected positions that rise by one, or start again at the first where sequences are "
+            f"packed, got a jump to {int(found)}"
+        )
     return rows_of(starts.cumsum(-1) + 1, positions.shape[1], False, device)
 
 
@@ -121,6 +123,21 @@ _UNKNOWN = {
     "chunked_overlay": "attention_chunk_size: chunked attention is not supported",
     "_legacy_chunked_overlay": "attention_chunk_size: chunked attention is not supported",
 }
+
+
+# What else Transformers tells a mask function: how to write a mask down, and what the mask function itself says too.
+_HARMLESS = frozenset(
+    {
+        "allow_is_bidirectional_skip",
+        "allow_is_causal_skip",
+        "allow_torch_fix",
+        "config",
+        "device",
+        "dtype",
+        "local_size",
+        "use_vmap",
+    }
+)
 
 
 class _Pattern(NamedTuple):
@@ -192,7 +209,7 @@ def make_plan(
     kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     cache_position: Tensor | None = None,
-    **_: object,
+    **others: object,
 ) -> Plan:
     """The mask function of the integration: called by Transformers once per forward pass and kind of layer.
 
@@ -202,28 +219,31 @@ def make_plan(
         q_offset, kv_offset: positions of the first query and the first key.
         mask_function: who sees whom, by index.
         attention_mask: ``[batch, keys]``, true or 1 where there is a token.
-        What else Transformers gives (``dtype``, ``allow_is_causal_skip``, ...) says how to write a mask down.
 
     Errors: TypeError for a mask or a cache that is not supported, ValueError for a mask of another size; RuntimeError
     for a padding mask while a CUDA graph is captured.
     """
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        raise TypeError(f"{unknown[0]}: not an argument of masks that delta_matching knows")
     if q_length is None:
         q_length = kv_length if cache_position is None else cache_position.shape[0]
     pattern = _pattern(mask_function)
     if pattern.causal:
         _check_cache(q_length, kv_offset + kv_length, q_offset, cache_position)
-    rows = None
+    rows, unread = None, None
     source = pattern.packed if attention_mask is None else attention_mask
     if source is not None:
         if _device.capturing(source.device):
             if attention_mask is not None:
                 raise RuntimeError("attention_mask: a padding mask cannot be read while a CUDA graph is captured")
-            torch._assert_async((source == source[:, :1]).all(), _POSITIONS)
+            unread = (source == source[:, :1]).all()
         else:
             ids = torch.ones(batch_size, kv_length, dtype=torch.int64)
             if attention_mask is not None:
                 ids *= _padding(attention_mask, kv_length, kv_offset)
             if pattern.packed is not None:
                 ids *= pattern.packed.detach().cpu() + 1
-            rows = rows_of(ids, q_length, not pattern.causal, source.device)
-    return Plan(q_length, kv_length, pattern.causal, pattern.window, rows)
+            every_query = not pattern.causal and pattern.packed is None
+            rows = rows_of(ids, q_length, every_query, source.device)
+    return Plan(q_length, kv_length, pattern.causal, pattern.window, rows, unread)

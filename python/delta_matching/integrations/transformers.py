@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _checks, _device
 from ..functional import Centre, Mode, dm_attn_func, dm_attn_varlen_func
-from ._masks import Plan, Rows, make_plan, require_one_sequence, rows_of, rows_of_positions
+from ._masks import Plan, Rows, make_plan, positions_rise, require_one_sequence, rows_of, rows_of_positions
 
 __all__ = ["attention_name", "register"]
 
@@ -98,7 +98,7 @@ def _packed_by_position(
     if position_ids.dim() != 2 or position_ids.shape[-1] != q_len:
         raise TypeError(f"position_ids: expected shape [batch, {q_len}], got {list(position_ids.shape)}")
     if torch.compiler.is_compiling() or _device.capturing(device):
-        require_one_sequence(position_ids)
+        require_one_sequence(positions_rise(position_ids))
         return None
     rows = _rows_of_positions(position_ids, batch, device)
     if rows is not None and k_len != q_len:
@@ -206,6 +206,8 @@ def _attention(
     rows = _packed_by_offsets(names | {"max_length_q": max_length_q, "max_length_k": max_length_k}, plan)
     if rows is None:
         rows = plan.rows
+        if plan.unread is not None:
+            require_one_sequence(plan.unread)
     if rows is None:
         rows = _packed_by_position(position_ids, q_len, k_len, batch, query.device)
     longest = k_len if rows is None else rows.longest_k
