@@ -128,6 +128,13 @@ def test_what_cannot_be_read_while_a_graph_is_captured(monkeypatch, use_cache):
         model(ids, **packed)
     for options, logits in zip((packed | offsets(), dict(use_cache=use_cache)), expected, strict=True):
         assert same_bits(model(ids, **options).logits, logits)
+    # A layer that gets no position_ids has to go by what the mask function was told.
+    told = masks.and_masks(
+        masks.causal_mask_function, masks.packed_sequence_mask_function(torch.tensor([[0, 0, 1]] * 2))
+    )
+    plan = _masks.make_plan(batch_size=2, q_length=3, kv_length=3, mask_function=told)
+    with pytest.raises(RuntimeError, match="position_ids: packed sequences in a compiled or captured model need"):
+        attend(plan, lengths=(3, 3))
     with pytest.raises(RuntimeError, match="attention_mask: a padding mask cannot be read while a CUDA graph"):
         model(ids, attention_mask=torch.ones_like(ids), use_cache=use_cache)
 
