@@ -157,10 +157,11 @@ def test_positions_that_were_written_to_are_looked_at_again():
     assert layers == [2] and len(sequences) > 1
 
 
-def test_a_row_of_padding_alone():
-    mask = torch.tensor([[1] * 9, [0] * 9])
+@pytest.mark.parametrize("rows", [1, 0])
+def test_rows_of_padding_alone(rows):
+    mask = torch.tensor([[1] * 9] * rows + [[0] * 9] * (2 - rows))
     model = build()
-    with spied(model, [Sequence(0, slice(9), slice(9))]) as layers:
+    with spied(model, [Sequence(0, slice(9), slice(9))] * rows) as layers:
         logits = model(tokens(2, 9), attention_mask=mask, use_cache=False).logits
     assert layers == [2] and logits.isfinite().all()
 

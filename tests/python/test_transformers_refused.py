@@ -94,6 +94,19 @@ def test_a_cache_of_fixed_size_is_refused():
         )
 
 
+def test_packing_beside_padding_is_refused():
+    positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
+    right, left = torch.ones(2, 12), torch.ones(2, 12)
+    right[:, 10:] = left[:, :2] = 0
+    for mask in (right, left):
+        with pytest.raises(TypeError, match="position_ids: sequences that start again beside an attention_mask with"):
+            build()(IDS, attention_mask=mask, position_ids=positions, use_cache=False)
+    # Where padding is, positions may be anything; holes in a mask let them jump.
+    left[0, 6] = 0
+    positions = torch.tensor([[7, 0, 0, 1, 2, 3, 9, 5, 6, 7, 8, 9], [1, 1, *range(10)]])
+    build()(IDS, attention_mask=left, position_ids=positions, use_cache=False)
+
+
 def test_packing_after_a_cache_is_refused():
     model = build().eval()
     cache = DynamicCache(config=model.config)

@@ -98,6 +98,19 @@ def require_one_sequence(is_one: Tensor) -> None:
     )
 
 
+PADDED_AND_PACKED = "position_ids: sequences that start again beside an attention_mask with zeros are not supported"
+
+
+def positions_agree(position_ids: Tensor, rows: Rows, batch: int) -> Tensor:
+    """Whether positions fall at most where ``rows`` start a sequence, a bool tensor without dimensions."""
+    positions = position_ids.to(rows.cu_seqlens_q.device).expand(batch, -1).flatten()
+    if rows.q_rows is not None:
+        positions = positions.index_select(0, rows.q_rows)
+    ends = torch.zeros(positions.shape[0] + 1, dtype=torch.bool, device=positions.device)
+    ends = ends.index_fill(0, rows.cu_seqlens_q.long(), True)
+    return ((positions.diff() > 0) | ends[1:-1]).all()
+
+
 def rows_of_positions(position_ids: Tensor, batch: int, device: torch.device) -> Rows | None:
     """Sequences packed into rows of the batch, found where positions start again; None where nothing is packed.
 

@@ -18,11 +18,11 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import _checks, _device
+from .. import _checks
 from ..functional import Centre, Mode, dm_attn_func, dm_attn_varlen_func
-from ._masks import Plan, Rows, make_plan, positions_rise, require_one_sequence, rows_of, rows_of_positions
+from ._masks import Plan, make_plan
+from ._sequences import plan_of, sequences
 
 __all__ = ["attention_name", "register"]
 
@@ -70,82 +70,6 @@ def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name}: expected torch.bfloat16, got {tensor.dtype}; load the model with dtype=torch.bfloat16, or "
                 "run it under torch.autocast(device, dtype=torch.bfloat16)"
             )
-
-
-# --- Which sequences -------------------------------------------------------------------------------------------------
-
-# Each layer of a pass gets the same position_ids, and to look at their values waits for a GPU. Keys are weak and
-# compare by identity; the version rises when Torch writes to the tensor.
-_seen = WeakTensorKeyDictionary()
-
-
-def _rows_of_positions(position_ids: Tensor, batch: int, device: torch.device) -> Rows | None:
-    if position_ids.is_inference():  # its writes are not counted
-        return rows_of_positions(position_ids, batch, device)
-    state = (position_ids._version, batch, device)
-    known = _seen.get(position_ids)
-    if known is None or known[0] != state:
-        known = _seen[position_ids] = (state, rows_of_positions(position_ids, batch, device))
-    rows: Rows | None = known[1]
-    return rows
-
-
-def _packed_by_position(
-    position_ids: Tensor | None, q_len: int, k_len: int, batch: int, device: torch.device
-) -> Rows | None:
-    if position_ids is None or q_len <= 1:
-        return None
-    if position_ids.dim() != 2 or position_ids.shape[-1] != q_len:
-        raise TypeError(f"position_ids: expected shape [batch, {q_len}], got {list(position_ids.shape)}")
-    if torch.compiler.is_compiling() or _device.capturing(device):
-        require_one_sequence(positions_rise(position_ids))
-        return None
-    rows = _rows_of_positions(position_ids, batch, device)
-    if rows is not None and k_len != q_len:
-        raise TypeError(f"position_ids: packed sequences after {k_len - q_len} cached tokens are not supported")
-    return rows
-
-
-def _packed_by_offsets(given: dict[str, Any], plan: Plan) -> Rows | None:
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given):
-        return None
-    if missing:
-        raise TypeError(f"{missing[0]}: expected beside {', '.join(x for x in given if x not in missing)}, got None")
-    # Without padding the plan has all rows; sequences that it found by position are the same ones.
-    if plan.rows is not None and (plan.rows.q_rows is not None or plan.rows.k_rows is not None):
-        raise TypeError("cu_seq_lens_q: expected without padding, got an attention_mask with zeros too")
-    cu_q, cu_k = (given[name].to(torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
-    return Rows(None, None, cu_q, cu_k, int(given["max_length_q"]), int(given["max_length_k"]))
-
-
-def _plan(mask: object, query: Tensor, key: Tensor, causal: bool, explicit: bool) -> Plan:
-    """The plan that the mask function made, or one for a model that makes no mask or hands the padding mask through.
-
-    Args:
-        causal: what the module or the call says; ``explicit`` if the call did.
-    """
-    q_len, k_len = query.shape[2], key.shape[2]
-    if isinstance(mask, Plan):
-        if (mask.q_len, mask.k_len) != (q_len, k_len):
-            raise TypeError(
-                f"attention_mask: made for {mask.q_len} queries and {mask.k_len} keys, got {q_len} and {k_len}; caches "
-                "of a fixed size (StaticCache) are not supported"
-            )
-        if explicit and causal != mask.causal:
-            raise TypeError(f"is_causal: expected {mask.causal}, as the model's mask is, got {causal}")
-        return mask
-    plan = Plan(q_len, k_len, causal, None, None)
-    if mask is None:
-        return plan
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        found = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            f"attention_mask: expected a padding mask [batch, keys], got {found}; other masks are not supported"
-        )
-    if tuple(mask.shape) != (query.shape[0], k_len):
-        raise ValueError(f"attention_mask: expected shape {[query.shape[0], k_len]}, got {list(mask.shape)}")
-    return plan._replace(rows=rows_of(mask.detach().cpu().bool().long(), q_len, not causal, query.device))
 
 
 # --- Attention -------------------------------------------------------------------------------------------------------
@@ -199,18 +123,16 @@ def _attention(
     if dropout:
         raise TypeError(f"dropout: expected 0, got {dropout}; set attention_dropout=0.0 in the model's config")
     _check_dtypes(query, key, value)
-    batch, q_len, k_len = query.shape[0], query.shape[2], key.shape[2]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    plan = _plan(attention_mask, query, key, causal, is_causal is not None)
-    names = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-    rows = _packed_by_offsets(names | {"max_length_q": max_length_q, "max_length_k": max_length_k}, plan)
-    if rows is None:
-        rows = plan.rows
-        if plan.unread is not None:
-            require_one_sequence(plan.unread)
-    if rows is None:
-        rows = _packed_by_position(position_ids, q_len, k_len, batch, query.device)
-    longest = k_len if rows is None else rows.longest_k
+    plan = plan_of(attention_mask, query, key, causal, is_causal is not None)
+    offsets = {
+        "cu_seq_lens_q": cu_seq_lens_q,
+        "cu_seq_lens_k": cu_seq_lens_k,
+        "max_length_q": max_length_q,
+        "max_length_k": max_length_k,
+    }
+    rows = sequences(plan, offsets, position_ids, query)
+    longest = plan.k_len if rows is None else rows.longest_k
     for window in (sliding_window, plan.window):
         if window is not None and longest > window:
             raise TypeError(f"sliding_window: expected at least the longest sequence, {longest} keys, got {window}")
@@ -231,7 +153,7 @@ def _attention(
         softmax_scale=scaling,
         centre=centre,
     )
-    return _put(packed, rows.q_rows, batch, q_len), None
+    return _put(packed, rows.q_rows, query.shape[0], plan.q_len), None
 
 
 # --- Registration ----------------------------------------------------------------------------------------------------
