@@ -24,6 +24,8 @@ import transformers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 from delta_matching import version
@@ -86,13 +88,31 @@ def _held_to(backends: list[SDPBackend]) -> Callable[[], contextlib.AbstractCont
     return lambda: sdpa_kernel(backends)
 
 
+def _register_repeated() -> str:
+    """SDPA with K and V repeated for each query head: for a backend that does not group queries itself."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: Any) -> Any:
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        o = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return o.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("sdpa_repeated", attend)
+    AttentionMaskInterface.register("sdpa_repeated", lambda **_: None)
+    return "sdpa_repeated"
+
+
 def sdpa(model: PreTrainedModel, on_gpu: bool) -> Contender:
     """SDPA on the first backend that takes the model's heads: cuDNN, FlashAttention, or PyTorch's own choice."""
     if not on_gpu:
         return Contender("sdpa", "sdpa", contextlib.nullcontext)
-    model.set_attn_implementation("sdpa")
     ids = torch.zeros(1, 256, dtype=torch.int64, device="cuda")
-    for label, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+    for label, attention, backend in (
+        ("cudnn", "sdpa", SDPBackend.CUDNN_ATTENTION),
+        ("cudnn, K and V repeated", _register_repeated(), SDPBackend.CUDNN_ATTENTION),
+        ("flash", "sdpa", SDPBackend.FLASH_ATTENTION),
+    ):
+        model.set_attn_implementation(attention)
         inside = _held_to([backend])
         try:
             with inside():
@@ -102,7 +122,7 @@ def sdpa(model: PreTrainedModel, on_gpu: bool) -> Contender:
             continue
         finally:
             model.zero_grad()
-        return Contender(f"sdpa {label}", "sdpa", inside)
+        return Contender(f"sdpa {label}", attention, inside)
     return Contender("sdpa default", "sdpa", contextlib.nullcontext)
 
 
