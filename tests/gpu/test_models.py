@@ -1,0 +1,163 @@
+"""Transformers models on the GPU: the bits of plain calls in every layer, and training that follows BF16.
+
+Where the twin stands in for the GPU the models are tiny, which checks these tests and nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from gpu_calls import DEVICE, ON_GPU
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import transformers_models
+from delta_matching.integrations.transformers import register
+
+STEPS = 50
+BATCH, LENGTH = (4, 512) if ON_GPU else (2, 48)
+SYMBOLS = 512 if ON_GPU else 32  # of the vocabulary that occur
+_SIZE = (
+    dict(vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=True)
+    if ON_GPU
+    else dict(vocab_size=128, max_position_embeddings=128, tie_word_embeddings=True)
+)
+
+# With these sizes 0.10, 0.13 and 0.13 billion weights.
+SHAPES = {
+    "llama": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12),
+        dict(num_attention_heads=12, num_key_value_heads=4, head_dim=64),
+    ),
+    "qwen3": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=8),
+        dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128),
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=8),
+        dict(num_attention_heads=4, num_key_value_heads=2, head_dim=256, sliding_window=4096),
+    ),
+}
+_TINY = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=2)
+
+
+def build(family: str, attention: str):
+    config_class, model_class, width, heads = SHAPES[family]
+    if not ON_GPU:
+        width, heads = _TINY, heads | dict(num_attention_heads=2, num_key_value_heads=1)
+    torch.manual_seed(1)
+    model = model_class(config_class(**_SIZE, **width, **heads, pad_token_id=0, attn_implementation=attention))
+    return model.to(DEVICE).train()
+
+
+def batches(seed: int):
+    """Sequences in which each symbol has four successors: the loss can fall from ln(vocabulary) to ln 4."""
+    successors = torch.randint(1, SYMBOLS, (SYMBOLS, 4), generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        choices = torch.randint(4, (LENGTH, BATCH), generator=draw)
+        symbols = [torch.randint(1, SYMBOLS, (BATCH,), generator=draw)]
+        for choice in choices[1:]:
+            symbols.append(successors[symbols[-1], choice])
+        yield torch.stack(symbols, 1).to(DEVICE)
+
+
+def _optimiser(name: str, model) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+
+def losses(family: str, attention: str, optimiser: str, seed: int) -> torch.Tensor:
+    """FP32 weights under BF16 autocast. Losses of every step, on the CPU."""
+    model = build(family, attention)
+    steps = _optimiser(optimiser, model)
+    data = batches(seed)
+    values = []
+    for _ in range(STEPS):
+        ids = next(data)
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            loss = model(ids, labels=ids, use_cache=False).loss
+        steps.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        steps.step()
+        values.append(loss.detach())
+    return torch.stack(values).float().cpu()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+@pytest.mark.parametrize("family", SHAPES)
+def test_training_follows_bf16(family, optimiser, judge):
+    exact = losses(family, "sdpa", optimiser, seed=0)
+    assert exact[-5:].mean() < exact[0] - 0.5, "the task was not learned, so nothing would be compared"
+    # Noise: how far other data takes SDPA, the weights and the task being the same. FP8 has to do less, over the run
+    # and at its end, where a gradient that is wrong would have added up.
+    noise = (losses(family, "sdpa", optimiser, seed=1) - exact).abs()
+    for mode in ("matched", "onepass") if optimiser == "adamw" else ("matched",):
+        distance = (losses(family, register(mode), optimiser, seed=0) - exact).abs()
+        for what, rows in (("the run", slice(None)), ("its last ten steps", slice(-10, None))):
+            name = f"{mode}: distance of the loss from SDPA's, mean over {what}"
+            judge.at_most(name, distance[rows].mean().item(), noise[rows].mean().item(), grade="property")
+
+
+@pytest.mark.parametrize("how", ["plain", "left", "right", "packed"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama_d128", "gemma3_d256"])
+def test_every_layer_has_the_bits_of_plain_calls(family, how):
+    options, sequences = {}, []
+    if how == "packed":
+        positions, sequences = transformers_models.packing()
+        ids = transformers_models.tokens(*positions.shape)
+        options = dict(position_ids=positions.to(DEVICE))
+    elif how == "plain":
+        ids = transformers_models.tokens(2, 47)
+        sequences = [transformers_models.Sequence(row, slice(47), slice(47)) for row in range(2)]
+    else:
+        mask, sequences = transformers_models.padded(how)
+        ids = transformers_models.tokens(*mask.shape)
+        options = dict(attention_mask=mask.to(DEVICE))
+    model = transformers_models.build(family).to(DEVICE)
+    with transformers_models.spied(model, sequences) as layers:
+        model(ids.to(DEVICE), use_cache=False, **options)
+    assert layers == [2]
+
+
+def _waits(function) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.cuda_only
+def test_no_layer_waits_for_the_gpu():
+    # Transformers and the plan look at position_ids or the mask; more layers must not mean more looks.
+    mask, _ = transformers_models.padded("right")
+    ids, mask = transformers_models.tokens(*mask.shape).to(DEVICE), mask.to(DEVICE)
+    assert _waits(lambda: ids.sum().item()) == 1
+    for options in ({}, dict(attention_mask=mask)):
+        counts = []
+        for layers in (2, 6):
+            model = transformers_models.build(num_hidden_layers=layers).to(DEVICE)
+            model(ids, use_cache=False)
+            counts.append(_waits(lambda: model(ids, use_cache=False, **options)))  # noqa: B023
+        assert counts[0] == counts[1]
