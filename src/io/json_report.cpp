@@ -13,11 +13,14 @@ ordered_json head_of_document(const char* schema, const RunOptions& options, con
           {"device", device}};
 }
 
-ordered_json json_of(const SignedResidual& residual) {
-  return {{"rms", number(residual.rms)},
-          {"mean", number(residual.mean)},
-          {"sharpens", number(residual.sharpens)},
-          {"flattens", number(residual.flattens)}};
+// The cast's own errors are not spread like P, so only a sum from before it sharpens or flattens.
+ordered_json json_of(const SignedResidual& residual, bool before_cast) {
+  ordered_json document{{"rms", number(residual.rms)}, {"mean", number(residual.mean)}};
+  if (before_cast) {
+    document["sharpens"] = number(residual.sharpens);
+    document["flattens"] = number(residual.flattens);
+  }
+  return document;
 }
 
 // Four digits: there is one of them for each channel, head and mode.
@@ -39,8 +42,8 @@ ordered_json json_of(const ModeResult& mode) {
       {"error", json_of(mode.error)},
       {"worst_head",
        {{"head", known ? ordered_json(mode.worst_head) : ordered_json(nullptr)}, {"dq", number(mode.worst_head_dq)}}},
-      {"signed_residual", json_of(mode.signed_residual)},
-      {"signed_residual_after_cast", json_of(mode.signed_residual_after_cast)},
+      {"signed_residual", json_of(mode.signed_residual, true)},
+      {"signed_residual_after_cast", json_of(mode.signed_residual_after_cast, false)},
       {"column_sum_after_cast", number(mode.column_sum_after_cast)}};
 }
 

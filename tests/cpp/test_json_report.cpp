@@ -84,6 +84,7 @@ TEST(JsonReport, ProbeHasThePublishedKeys) {
   EXPECT_EQ(keys(stale), (Names{"residual", "residual_after_cast", "column_sum", "error", "worst_head",
                                 "signed_residual", "signed_residual_after_cast", "column_sum_after_cast"}));
   EXPECT_EQ(keys(stale["signed_residual"]), (Names{"rms", "mean", "sharpens", "flattens"}));
+  EXPECT_EQ(keys(stale["signed_residual_after_cast"]), (Names{"rms", "mean"}));
   EXPECT_EQ(keys(stale["residual"]), (Names{"median", "p95", "max"}));
   EXPECT_EQ(keys(stale["error"]), (Names{"o", "dq", "dk", "dv"}));
   EXPECT_EQ(keys(stale["worst_head"]), (Names{"head", "dq"}));
