@@ -212,7 +212,7 @@ class LiveProbe:
         threads: int,
         began: float,
     ) -> dict[str, Any]:
-        layers, reasons = [], dict(capture.reasons)
+        layers, reasons = [], capture.compiled | capture.reasons
         order: Callable[[str], list[tuple[int, str]]] = _by_number
         for name in sorted(recorded, key=order):
             options = (self._modes, self._numerics, self._centre, threads, self._pushes)

@@ -48,6 +48,7 @@ class Capture:
     def __init__(self, heads: int | Sequence[int], max_tokens: int) -> None:
         self.recorded: dict[str, Recorded] = {}
         self.reasons: dict[str, str] = {}  # by layer: why a call was not measured
+        self.compiled: dict[str, str] = {}  # by module: what cannot be seen of it
         self.calls: Counter[str] = Counter()  # backwards by layer
         self._waiting: dict[str, int] = {}  # SDPA calls whose gradient has not come, by layer
         self._names: dict[int, str] = {}  # layer of a forward, by the address of what it saved
@@ -212,7 +213,7 @@ class Hooks:
         self._see_sdpa = see_sdpa and not modules.compiled
         if see_sdpa:
             for name in modules.compiled:
-                capture.reasons[name] = (
+                capture.compiled[name] = (
                     "compiled by torch.compile: calls of scaled_dot_product_attention are not seen in this model, and "
                     "calls of dm_attn_func in this module have no layer's name"
                 )
