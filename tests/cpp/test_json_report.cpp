@@ -182,7 +182,7 @@ TEST(HtmlReport, LongRowsKeepTheirLargestKeys) {
 
 TEST(HtmlReport, EveryPieceIsEmbedded) {
   for (const char* piece : {"page.html", "style.css", "util.js", "residual.js", "heads.js", "row.js", "sweep.js",
-                            "main.js", "delta.html", "passes.html"}) {
+                            "live.js", "main.js", "delta.html", "passes.html", "live.html", "head_report.html"}) {
     EXPECT_FALSE(report_asset(piece).empty()) << piece;
   }
   EXPECT_TRUE(report_asset("no such piece").empty());
