@@ -179,15 +179,17 @@ class LiveProbe:
         self._capture = self._hooks = None
 
     def _conclude(self, capture: Capture) -> None:
-        began = time.perf_counter()
         self._release()
         model = self._model
         if model is None:
             return
-        on_gpu = any(one.sample.q.is_cuda for one in capture.recorded.values())
+        gpus = {one.sample.q.device for one in capture.recorded.values() if one.sample.q.is_cuda}
+        for gpu in gpus:  # a backward runs on its forward's stream, which may not be this one
+            torch.cuda.synchronize(gpu)
+        began = time.perf_counter()
         recorded = {name: _on_host(one) for name, one in capture.recorded.items()}
         norms = {name: gains(model, name, self._gain_offset) for name in recorded}
-        background = on_gpu if self._background is None else self._background
+        background = bool(gpus) if self._background is None else self._background
         # Beside a GPU the training thread needs a core to queue work from.
         threads = self._threads or (max(1, (os.cpu_count() or 2) // 2) if background else 0)
 
