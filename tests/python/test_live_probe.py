@@ -184,6 +184,17 @@ def test_micro_batches_measure_the_first_and_count_all():
         assert_same_numbers(layer, offline(module.kept[0], layer))
 
 
+def test_a_layer_may_be_measured_and_refused():
+    model = Sdpa()
+    q = torch.randn(1, 2, 8, 64, requires_grad=True)
+    with probe(model) as live:
+        for mask in (torch.ones(8, 8, dtype=torch.bool), None):
+            model(q, q, q, attn_mask=mask).sum().backward()
+        live.step()
+    assert live.last["layers"][0]["layer"] == live.last["not_measured"][0]["layer"] == "Sdpa"
+    assert live.last["layers"][0]["calls"] == 1
+
+
 def test_several_calls_of_one_module_are_told_apart():
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -325,10 +336,12 @@ def test_nothing_of_the_model_is_kept():
 def test_a_graph_that_outlives_its_step_is_ignored():
     model = Model("sdpa")
     with probe(model, every=2) as live:
+        capture = live._capture
         loss = model(torch.randn(1, 8, 32)).sum()
         live.step()
         loss.backward()
         live.step()
+    assert capture.recorded == {}
     assert live.last["step"] == 0 and live.last["layers"] == []
 
 

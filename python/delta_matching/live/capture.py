@@ -151,9 +151,8 @@ class Capture:
         """End of the step: later gradients are ignored, and calls that got none are named."""
         self._open = False
         for name in self._waiting:
-            self.reasons[name] = "no gradient reached its output in this step"
-        for name in self.recorded:
-            self.reasons.pop(name, None)
+            if name not in self.recorded:  # what checkpointing computes again gets no gradient of its own
+                self.reasons[name] = "no gradient reached its output in this step"
         self._names.clear()
 
 
