@@ -214,7 +214,7 @@ class Hooks:
             for name in modules.compiled:
                 capture.compiled[name] = (
                     "compiled by torch.compile: calls of scaled_dot_product_attention are not seen in this model, and "
-                    "calls of dm_attn_func in this module have no layer's name"
+                    "calls of dm_attn_func in this module are named after it, by number"
                 )
         for name, module in modules.hooked:
             self._handles.append(module.register_forward_pre_hook(self._starts(name)))
