@@ -236,6 +236,17 @@ def test_compiled_models_are_recorded_without_names():
     torch._dynamo.reset()
 
 
+def test_saved_tensors_that_were_moved_are_numbered():
+    """What a backward gets is then no longer what its forward saved, though it may lie where another one did."""
+    model = Model("dm", "dm", "dm")
+    with probe(model) as live, torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        train_step(model)
+        live.step()
+    assert [layer["layer"] for layer in live.last["layers"]] == ["call 0", "call 1", "call 2"]
+    for layer, module in zip(live.last["layers"], reversed(model.layers), strict=True):  # the backward's order
+        assert_same_numbers(layer, offline(module.kept[0], layer))
+
+
 def test_calls_outside_every_module_are_numbered():
     q, k, v = (bf16(1, 8, 2, 64, grad=True) for _ in range(3))
     attention = Attention()

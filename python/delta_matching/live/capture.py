@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -51,7 +52,9 @@ class Capture:
         self.compiled: dict[str, str] = {}  # by module: what cannot be seen of it
         self.calls: Counter[str] = Counter()  # backwards by layer
         self._waiting: dict[str, int] = {}  # SDPA calls whose gradient has not come, by layer
-        self._names: dict[int, str] = {}  # layer of a forward, by the address of what it saved
+        # Layer of a forward, by the memory of what it saved. Weak references hold no memory of a GPU, but keep a later
+        # tensor's storage from being taken for this one.
+        self._names: dict[StorageWeakRef, str] = {}
         self._heads, self._max_tokens = heads, max_tokens
         self._running = threading.local()  # autograd may recompute on threads of its own
         self._unnamed = 0
@@ -90,10 +93,10 @@ class Capture:
     # --- our operators ---
 
     def forward(self, reference: Tensor) -> None:
-        self._names[reference.data_ptr()] = self._call_name()
+        self._names[StorageWeakRef(reference.untyped_storage())] = self._call_name()
 
     def backward(self, call: Call) -> None:
-        name = self._names.get(call.reference.data_ptr()) or self._call_name()
+        name = self._names.get(StorageWeakRef(call.reference.untyped_storage())) or self._call_name()
         self.calls[name] += 1
         if name in self.recorded:
             return
