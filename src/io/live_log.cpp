@@ -225,11 +225,7 @@ class Lines {
 
 }  // namespace
 
-LiveLog read_live_log(const std::string& path) {
-  check_regular(path);
-  errno = 0;
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw InvalidValue(fmt::format("{}: cannot be opened: {}", in_quotes(path), std::strerror(errno)));
+LiveLog parse_live_log(std::istream& in, const std::string& origin) {
   Reader reader;
   Lines lines(in);
   std::string line;
@@ -245,15 +241,23 @@ LiveLog read_live_log(const std::string& path) {
       ++number;
     }
   } catch (const InvalidValue& fault) {
-    throw InvalidValue(fmt::format("{}: line {}: {}", in_quotes(path), number, fault.what()));
+    throw InvalidValue(fmt::format("{}: line {}: {}", in_quotes(origin), number, fault.what()));
   }
   reader.log.lines = number - 1;
   if (number == 1)
     throw InvalidValue(
-        in_quotes(path) +
+        in_quotes(origin) +
         (reader.log.unfinished ? ": must hold a whole line of schema " : ": is empty, expected lines of schema ") +
         std::string(kSchema));
   return std::move(reader.log);
+}
+
+LiveLog read_live_log(const std::string& path) {
+  check_regular(path);
+  errno = 0;
+  std::ifstream in(path, std::ios::binary);
+  if (!in) throw InvalidValue(fmt::format("{}: cannot be opened: {}", in_quotes(path), std::strerror(errno)));
+  return parse_live_log(in, path);
 }
 
 }  // namespace dmattn

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <istream>
 #include <map>
 #include <string>
 #include <vector>
@@ -48,5 +49,8 @@ struct LiveLog {
 // Throws InvalidValue, which names the file, the line and the field, for what is no such log, or is larger than a
 // training's log can be.
 LiveLog read_live_log(const std::string& path);
+
+// The same of a stream; `origin` is what messages call it.
+LiveLog parse_live_log(std::istream& in, const std::string& origin);
 
 }  // namespace dmattn
