@@ -163,7 +163,7 @@ def probe(*arrays: Any, **options: Any) -> Any:
         gain_offset: what q_norm and k_norm add to their weights; None means 1 for norms known to (Gemma, Qwen3-Next).
         start: number of the first step, when a training is resumed.
         background: measure in a thread beside the training; None means where the model is on a GPU.
-        threads: as above; 0 in the background means half of the CPUs.
+        threads: as above; 0 in the background means half of the CPUs, at most 8.
 
     Returns:
         Of a model, a :class:`delta_matching.live.LiveProbe`: call its ``step()`` after each optimiser step.

@@ -154,6 +154,19 @@ def test_a_call_without_gradient_is_named_or_left_out():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multihead_attention_is_named(need_weights):
+    model = nn.MultiheadAttention(64, 1, batch_first=True)
+    x = torch.randn(2, 8, 64)
+    with probe(model) as live:
+        model(x, x, x, need_weights=need_weights)[0].sum().backward()
+        with torch.no_grad():
+            model(x, x, x, need_weights=need_weights)
+        live.step()
+    assert live.last["layers"] == []
+    assert [entry["layer"] for entry in live.last["not_measured"]] == ["MultiheadAttention"]
+
+
 def test_sdpa_can_be_left_alone():
     assert one_line(Model("sdpa"), sdpa=False)["layers"] == []
 

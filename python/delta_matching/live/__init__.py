@@ -190,8 +190,7 @@ class LiveProbe:
         recorded = {name: _on_host(one) for name, one in capture.recorded.items()}
         norms = {name: gains(model, name, self._gain_offset) for name in recorded}
         background = bool(gpus) if self._background is None else self._background
-        # Beside a GPU the training thread needs a core to queue work from.
-        threads = self._threads or (max(1, (os.cpu_count() or 2) // 2) if background else 0)
+        threads = self._threads or (_background_threads() if background else 0)
 
         def work() -> dict[str, Any]:
             return self._line(step, recorded, capture, norms, threads, began)
@@ -272,6 +271,12 @@ class LiveProbe:
         finally:
             if scalars is not None:
                 scalars.close()
+
+
+def _background_threads() -> int:
+    """Half of the CPUs, since the training thread needs one to queue work from; a head has no work for more than 8."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(1, mine // 2))
 
 
 def _on_host(recorded: Recorded) -> Recorded:

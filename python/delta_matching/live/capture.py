@@ -138,6 +138,12 @@ class Capture:
         recorded = Recorded(taken, "sdpa", call.scale, None, None, None)
         out.register_hook(self._on_gradient(name, recorded))
 
+    def hidden(self, out: tuple[Any, ...]) -> None:
+        """nn.MultiheadAttention has run. Torch takes modes off while a function of its own that looks at them runs."""
+        name = self._call_name()
+        if out[0].requires_grad:
+            self.reasons[name] = "torch.nn.MultiheadAttention: the attention inside it is not seen"
+
     def _on_gradient(self, name: str, recorded: Recorded) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             if not self._open:  # a graph that outlived its step
@@ -173,6 +179,8 @@ class _SdpaMode(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             self._capture.sdpa(out, args, kwargs)
+        elif func is torch.nn.functional.multi_head_attention_forward:
+            self._capture.hidden(out)
         return out
 
 
