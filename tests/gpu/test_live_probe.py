@@ -144,7 +144,7 @@ def _seconds(training: Training, steps: int, live=None) -> float:
 @pytest.mark.cuda_only
 @pytest.mark.slow
 def test_cost_at_every_100(judge):
-    """0.12 billion parameters, 8,192 tokens: what one measured step costs more, over a hundred steps, is below 2 % of
+    """0.13 billion parameters, 8,192 tokens: what one measured step costs more, over a hundred steps, is below 2 % of
     the hundred steps. The measurement itself runs beside the steps that follow, so the time of 20 steps is compared,
     which waits for it. The best of three: what others do on the machine only adds."""
     training = Training(8192, layers=12, width=768, heads=12, vocabulary=32768, mode="onepass")
@@ -168,13 +168,13 @@ def test_cost_at_every_100(judge):
 
 @pytest.mark.cuda_only
 def test_other_steps_cost_nothing(judge):
-    """Steps between the measured ones run no code of the probe's: within 1 %, which is the noise of a step's time."""
+    """Steps between the measured ones run no code of the probe's: within 2 %, for the noise of small steps' times."""
     training = Training(2048, layers=4, width=512, heads=8, vocabulary=4096, mode="matched")
     _seconds(training, 3)
     plain, probed = [], []
-    for _ in range(5):
+    for _ in range(7):
         plain.append(_seconds(training, 20))
         with probe(training.model, every=100, start=1) as live:
             probed.append(_seconds(training, 20, live))
     assert live.last is None
-    judge.at_most("cost of the other steps", min(probed) / min(plain) - 1, 0.01, None, "property")
+    judge.at_most("cost of the other steps", min(probed) / min(plain) - 1, 0.02, None, "property")

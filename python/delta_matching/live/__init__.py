@@ -110,12 +110,12 @@ class LiveProbe:
         if self._entered:
             raise RuntimeError("probe: a live probe serves one with block; make another")
         self._entered = True
-        if self._path is not None:
-            self._log = LogFile(self._path)
+        self._run = self._describe()
         try:
+            if self._path is not None:
+                self._log = LogFile(self._path)
             if self._tensorboard is not None:
                 self._scalars = Scalars(self._tensorboard)
-            self._run = self._describe()
             self._begin()
         except BaseException:
             self._close()
