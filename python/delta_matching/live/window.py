@@ -46,8 +46,8 @@ def sampled_heads(wanted: int | Sequence[int], q_heads: int) -> tuple[int, ...]:
 def window(q_len: int, k_len: int, causal: bool, limit: int) -> tuple[int, int]:
     """Queries and keys that are measured of a sequence: all, or the first ``limit``.
 
-    The first queries of causal self-attention see the first keys alone, so their o and dq are those of the whole. Without
-    causality the cut is another softmax, over the keys that are left.
+    The first queries of causal self-attention see the first keys alone, so their o and dq are those of the whole.
+    Without causality the cut is another softmax, over the keys that are left.
 
     Errors: NotMeasured where there is nothing, or where the cut would move the causal diagonal.
     """
