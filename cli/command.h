@@ -18,6 +18,7 @@ struct Command {
 Command add_row(CLI::App& parent);
 Command add_sweep(CLI::App& parent);
 Command add_probe(CLI::App& parent);
+Command add_report(CLI::App& parent);
 Command add_certify(CLI::App& parent);
 Command add_info(CLI::App& parent);
 

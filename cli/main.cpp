@@ -58,7 +58,8 @@ int run(int argc, char** argv) {
       "  dmattn row                                     one row of dS, number by number\n"
       "  dmattn probe layer.safetensors --html out.html  a real layer, with plots\n"
       "  dmattn COMMAND --help                          options and examples of a command");
-  const std::vector<Command> commands{add_row(app), add_sweep(app), add_probe(app), add_certify(app), add_info(app)};
+  const std::vector<Command> commands{add_row(app),    add_sweep(app),   add_probe(app),
+                                      add_report(app), add_certify(app), add_info(app)};
   try {
     return parse_and_run(app, commands, argc, argv);
   } catch (const InvalidValue& error) {

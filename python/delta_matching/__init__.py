@@ -1,9 +1,9 @@
 """FP8 attention for training that keeps the gradient's invariant: every row of dS sums to zero.
 
 ``dm_attn_func`` and ``dm_attn_varlen_func`` are attention on Torch tensors; ``probe`` measures what FP8 does to a
-layer, on Torch tensors or NumPy arrays; ``version`` and ``numerics_version`` describe the shared library;
-``set_workspace_cap`` limits what the backward holds on a GPU. Without Torch the attention functions say that it is
-missing, and the others work.
+layer, on Torch tensors or NumPy arrays, or to a model while it trains; ``version`` and ``numerics_version`` describe
+the shared library; ``set_workspace_cap`` limits what the backward holds on a GPU. Without Torch the attention functions
+say that it is missing, and the others work.
 """
 
 from __future__ import annotations

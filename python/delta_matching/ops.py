@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import _checks, _device, _library, _workspace
+from . import _checks, _device, _library, _record, _workspace
 from ._checks import Shape
 from ._device import Offsets
 
@@ -184,6 +184,8 @@ def _forward(
             workspace_bytes=workspace.nbytes,
         )
         _library.call("forward", problem, ctypes.byref(args))
+    if _record.active is not None:
+        _record.active.forward(out.reference)
     return out.o, out.lse, out.reference, out.sum, out.o_low
 
 
@@ -264,6 +266,8 @@ def _backward(
             workspace_bytes=workspace.nbytes,
         )
         _library.call("backward", problem, ctypes.byref(args))
+    if _record.active is not None:
+        _record.active.backward(_record.Call(q, k, v, d_o, reference, cu_seqlens_q, cu_seqlens_k, *options))
     return dq, dk, dv
 
 

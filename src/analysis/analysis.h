@@ -39,13 +39,23 @@ struct Statistic {
   double median = kNaN, p95 = kNaN, max = kNaN;  // NaN where nothing could be measured
 };
 
+// Sum dS / sum|dS| with its sign, over rows: what the magnitudes of Statistic hide. Positive flattens the row's
+// softmax, negative sharpens it (docs/probe.md).
+struct SignedResidual {
+  double rms = kNaN, mean = kNaN;
+  double sharpens = kNaN, flattens = kNaN;  // share of rows below and above zero
+};
+
 struct Errors {
   double o = kNaN, dq = kNaN, dk = kNaN, dv = kNaN;  // relative Frobenius against FP64
 };
 
 struct ModeResult {
   Statistic residual, residual_after_cast;  // |sum dS| / sum|dS| over rows
-  double column_sum = kNaN;                 // sum_c |sum_j dK_jc| / sum |dK|, dS before the cast
+  SignedResidual signed_residual, signed_residual_after_cast;
+  double column_sum = kNaN;  // sum_c |sum_j dK_jc| / sum |dK|, dS before the cast
+  double column_sum_after_cast = kNaN;
+  std::vector<double> columns_after_cast;  // one head only: sum_j dK_jc / sum |dK| of each channel, signed
   Errors error;
   int64_t worst_head = -1;  // whole layer only: query head (over the batch) with the largest dQ error; -1: none
   double worst_head_dq = kNaN;
@@ -53,6 +63,7 @@ struct ModeResult {
 
 struct HeadResult {
   int64_t head = 0;
+  double entropy = kNaN;  // of the exact softmax, mean over rows, nats
   std::map<Mode, ModeResult> modes;
 };
 

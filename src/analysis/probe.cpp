@@ -17,8 +17,9 @@ namespace {
 
 // Everything one mode adds up over some set of heads.
 struct Tally {
-  std::vector<double> residual, residual_after_cast;
-  double column = 0, dk_magnitude = 0;
+  std::vector<double> residual, residual_after_cast;  // signed
+  double column = 0, column_after_cast = 0, dk_magnitude = 0;
+  std::vector<double> columns_after_cast;  // empty where heads were added up: their channels have nothing in common
   ErrorSum o, dq, dk, dv;
   bool used = false;
 
@@ -26,12 +27,13 @@ struct Tally {
     for (int64_t i = 0; i < shape.queries; ++i) {
       const auto row = static_cast<size_t>(i);
       if (shape.visible(i) < 2) continue;  // with one key dS is zero whatever the method
-      if (diagnostics.magnitude[row] > 0)
-        residual.push_back(std::abs(diagnostics.sum[row]) / diagnostics.magnitude[row]);
+      if (diagnostics.magnitude[row] > 0) residual.push_back(diagnostics.sum[row] / diagnostics.magnitude[row]);
       if (diagnostics.cast_magnitude[row] > 0)
-        residual_after_cast.push_back(std::abs(diagnostics.cast_sum[row]) / diagnostics.cast_magnitude[row]);
+        residual_after_cast.push_back(diagnostics.cast_sum[row] / diagnostics.cast_magnitude[row]);
     }
     for (const double value : diagnostics.column) column += std::abs(value);
+    for (const double value : diagnostics.column_after_cast) column_after_cast += std::abs(value);
+    columns_after_cast.assign(diagnostics.column_after_cast.begin(), diagnostics.column_after_cast.begin() + shape.dim);
     dk_magnitude += diagnostics.dk_magnitude;
     used = true;
   }
@@ -41,6 +43,9 @@ struct Tally {
     residual_after_cast.insert(residual_after_cast.end(), other.residual_after_cast.begin(),
                                other.residual_after_cast.end());
     column += other.column;
+    column_after_cast += other.column_after_cast;
+    columns_after_cast.resize(std::max(columns_after_cast.size(), other.columns_after_cast.size()));
+    for (size_t c = 0; c < other.columns_after_cast.size(); ++c) columns_after_cast[c] += other.columns_after_cast[c];
     dk_magnitude += other.dk_magnitude;
     o.add(other.o);
     dq.add(other.dq);
@@ -52,18 +57,44 @@ struct Tally {
   ModeResult result() const {
     ModeResult out;
     if (!used) return out;
-    out.residual = statistic(residual);
-    out.residual_after_cast = statistic(residual_after_cast);
-    out.column_sum = !residual.empty() && dk_magnitude > 0 ? column / dk_magnitude : kNaN;
+    out.residual = statistic(magnitudes(residual));
+    out.residual_after_cast = statistic(magnitudes(residual_after_cast));
+    out.signed_residual = signed_residual(residual);
+    out.signed_residual_after_cast = signed_residual(residual_after_cast);
+    const double whole = !residual.empty() && dk_magnitude > 0 ? dk_magnitude : kNaN;
+    out.column_sum = column / whole;
+    out.column_sum_after_cast = column_after_cast / whole;
+    out.columns_after_cast = columns_after_cast;
+    for (double& value : out.columns_after_cast) value /= whole;
     out.error = {o.value(), dq.value(), dk.value(), dv.value()};
     return out;
   }
 };
 
+// Entropy of the exact softmax over rows with two visible keys or more.
+struct Entropy {
+  double sum = 0;
+  int64_t rows = 0;
+
+  void add(const cpu::HeadShape& shape, const std::vector<double>& entropy) {
+    for (int64_t i = 0; i < shape.queries; ++i) {
+      if (shape.visible(i) < 2) continue;
+      sum += entropy[static_cast<size_t>(i)];
+      ++rows;
+    }
+  }
+  void add(const Entropy& other) {
+    sum += other.sum;
+    rows += other.rows;
+  }
+  double mean() const { return rows > 0 ? sum / static_cast<double>(rows) : kNaN; }
+};
+
 // One KV head of one batch entry: its query heads in order, and the group's summed dK and dV.
 struct Group {
   std::vector<std::map<Mode, Tally>> heads;
-  std::map<Mode, Tally> whole;  // dk and dv of the group; everything else is in heads
+  std::vector<Entropy> entropy;  // of each head
+  std::map<Mode, Tally> whole;   // dk and dv of the group; everything else is in heads
   std::vector<bool> finite;
 };
 
@@ -103,10 +134,12 @@ class LayerProbe {
     const int64_t members = layer_.q_heads / layer_.kv_heads;
     Group group;
     group.heads.resize(static_cast<size_t>(members));
+    group.entropy.resize(static_cast<size_t>(members));
     GroupSums sums;
     for (int64_t member = 0; member < members; ++member) {
       const HeadInputs inputs = head_inputs(layer_, batch, kv_head * members + member);
-      group.finite.push_back(inputs.finite && run_head(inputs, group.heads[static_cast<size_t>(member)], sums));
+      const auto at = static_cast<size_t>(member);
+      group.finite.push_back(inputs.finite && run_head(inputs, group.heads[at], group.entropy[at], sums));
       report_progress();
     }
     for (auto& [mode, sum] : sums.modes) {
@@ -120,11 +153,12 @@ class LayerProbe {
   }
 
   // False, and nothing added, for a head whose logits leave the domain.
-  bool run_head(const HeadInputs& inputs, std::map<Mode, Tally>& tallies, GroupSums& sums) {
+  bool run_head(const HeadInputs& inputs, std::map<Mode, Tally>& tallies, Entropy& entropy, GroupSums& sums) {
     HeadRunner runner(inputs, options_, amax_);
     if (!runner.in_domain()) return false;
     cpu::Reference truth = cpu::reference_attention(inputs.shape, inputs.q.data(), inputs.k.data(), inputs.v.data(),
                                                     inputs.d_o.data(), options_.threads);
+    entropy.add(inputs.shape, truth.entropy);
     for (const Mode mode : options_.modes) {
       const HeadMode result = runner.run(mode, &sums.modes[mode]);
       Tally& tally = tallies[mode];
@@ -174,22 +208,29 @@ ProbeResult probe(const Layer& layer, const RunOptions& options) {
   std::map<Mode, Tally> whole;
   const int64_t members = layer.q_heads / layer.kv_heads;
   for (int64_t head = 0; head < layer.q_heads; ++head) {
-    HeadResult result{head, {}};
+    HeadResult result{head, kNaN, {}};
     bool finite = true;
     std::map<Mode, Tally> own;
+    Entropy entropy;
     for (int64_t batch = 0; batch < layer.batch; ++batch) {
       const Group& group = groups[static_cast<size_t>(batch * layer.kv_heads + head / members)];
       const auto member = static_cast<size_t>(head % members);
       finite = finite && group.finite[member];
+      entropy.add(group.entropy[member]);
       for (const auto& [mode, tally] : group.heads[member]) own[mode].add(tally);
     }
-    if (!finite) out.nonfinite_heads.push_back(head);
+    if (finite) {
+      result.entropy = entropy.mean();
+    } else {
+      out.nonfinite_heads.push_back(head);
+    }
     for (const Mode mode : options.modes) {
       const ModeResult& numbers = result.modes[mode] = finite ? own[mode].result() : ModeResult{};
       if (!finite || !own[mode].used) continue;  // nothing was measured
       Tally& total = whole[mode];
       Tally without_kv = own[mode];
       without_kv.dk = without_kv.dv = {};  // the layer's dK and dV are those of the summed groups
+      without_kv.columns_after_cast.clear();
       total.add(without_kv);
       ModeResult& layer_result = out.modes[mode];
       if (std::isfinite(numbers.error.dq) &&

@@ -23,6 +23,24 @@ inline Statistic statistic(const std::vector<double>& values) {
   return {quantile(values, 0.5), quantile(values, 0.95), quantile(values, 1.0)};
 }
 
+inline SignedResidual signed_residual(const std::vector<double>& values) {
+  if (values.empty()) return {};
+  double sum = 0, squares = 0, below = 0, above = 0;
+  for (const double value : values) {
+    sum += value;
+    squares += value * value;
+    below += value < 0;
+    above += value > 0;
+  }
+  const auto rows = static_cast<double>(values.size());
+  return {std::sqrt(squares / rows), sum / rows, below / rows, above / rows};
+}
+
+inline std::vector<double> magnitudes(std::vector<double> values) {
+  for (double& value : values) value = std::abs(value);
+  return values;
+}
+
 // Relative Frobenius error, gathered in pieces.
 struct ErrorSum {
   double difference = 0, reference = 0;

@@ -232,11 +232,15 @@ void all_tiles(const TileSource& source, Gradients& out, KeySums* group, Diagnos
 void measure_columns(const TileSource& source, Diagnostics& out) {
   const Codes& q = source.query.plain_codes();
   const int64_t dim = source.shape.dim_padded;
-  out.column.assign(static_cast<size_t>(dim), 0.0);
-  for (int64_t i = 0; i < source.shape.queries; ++i) {
-    const double weight = out.sum[static_cast<size_t>(i)] * q.scale_of_row(i) * source.shape.softmax_scale;
-    for (int64_t c = 0; c < dim; ++c) out.column[static_cast<size_t>(c)] += weight * q.row(i, dim)[c];
-  }
+  const auto add_rows = [&](const std::vector<double>& row_sum, std::vector<double>& column) {
+    column.assign(static_cast<size_t>(dim), 0.0);
+    for (int64_t i = 0; i < source.shape.queries; ++i) {
+      const double weight = row_sum[static_cast<size_t>(i)] * q.scale_of_row(i) * source.shape.softmax_scale;
+      for (int64_t c = 0; c < dim; ++c) column[static_cast<size_t>(c)] += weight * q.row(i, dim)[c];
+    }
+  };
+  add_rows(out.sum, out.column);
+  add_rows(out.cast_sum, out.column_after_cast);
 }
 
 void add(std::vector<float>& sum, const std::vector<float>& part) {

@@ -71,6 +71,7 @@ void forward_rows(const Operands& in, int64_t query_tile, Reference& out) {
   const int64_t first = query_tile * kTile, rows = std::min(kTile, shape.queries - first);
   std::vector<double> p(kElements), o(static_cast<size_t>(kTile * dim), 0.0);
   std::vector<double> largest(kTile, -std::numeric_limits<double>::infinity()), sum(kTile, 0.0);
+  std::vector<double> weighted(kTile, 0.0);  // sum of e^(s - largest) (s - largest): with `sum`, the row's entropy
   for (int64_t key_tile = 0; key_tile < key_tiles(shape, query_tile); ++key_tile) {
     in.scores(in.q, query_tile, in.k_tiles, key_tile, p.data());
     for (int64_t i = 0; i < kTile; ++i) {
@@ -83,11 +84,17 @@ void forward_rows(const Operands& in, int64_t query_tile, Reference& out) {
         row[j] *= shape.softmax_scale;
         if (row[j] > top || row[j] != row[j]) top = row[j];
       }
-      const double rescale = std::exp(largest[static_cast<size_t>(i)] - top);
+      const double shift = largest[static_cast<size_t>(i)] - top, rescale = std::exp(shift);
       largest[static_cast<size_t>(i)] = top;
       double& total = sum[static_cast<size_t>(i)];
+      double& moment = weighted[static_cast<size_t>(i)];
+      moment = rescale > 0 ? rescale * (moment + shift * total) : 0.0;  // the first tile's shift is infinite
       total *= rescale;
-      for (int j = 0; j < n; ++j) total += row[j] = std::exp(row[j] - top);
+      for (int j = 0; j < n; ++j) {
+        const double below = row[j] - top;
+        total += row[j] = std::exp(below);
+        moment += row[j] * below;
+      }
       for (int c = 0; c < dim; ++c) o[static_cast<size_t>(i * dim + c)] *= rescale;
     }
     tile_kernels().product_f64(kTile, dim, kTile, p.data(), kTile, in.v.data() + key_tile * kTile * dim, dim, o.data(),
@@ -98,6 +105,8 @@ void forward_rows(const Operands& in, int64_t query_tile, Reference& out) {
     const bool empty = shape.visible(first + i) == 0;
     out.lse[static_cast<size_t>(first + i)] =
         empty ? -std::numeric_limits<double>::infinity() : largest[static_cast<size_t>(i)] + std::log(total);
+    out.entropy[static_cast<size_t>(first + i)] =
+        empty ? 0.0 : std::log(total) - weighted[static_cast<size_t>(i)] / total;
     for (int c = 0; c < dim; ++c)
       out.o[static_cast<size_t>((first + i) * dim + c)] = empty ? 0.0 : o[static_cast<size_t>(i * dim + c)] / total;
   }
@@ -152,6 +161,7 @@ Reference reference_attention(const HeadShape& shape, const float* q, const floa
   Reference out;
   out.o.assign(static_cast<size_t>(shape.queries * dim), 0.0);
   out.lse.assign(static_cast<size_t>(shape.queries), 0.0);
+  out.entropy.assign(static_cast<size_t>(shape.queries), 0.0);
   const int64_t query_tiles = blocks_of(shape.queries, kTile);
   parallel_for(query_tiles, threads, [&](int64_t query_tile) { forward_rows(in, query_tile, out); });
   if (!d_o) return out;

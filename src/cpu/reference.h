@@ -10,6 +10,7 @@ namespace dmattn::cpu {
 struct Reference {
   std::vector<double> o;           // [queries][dim_padded]
   std::vector<double> lse;         // [queries], natural log; -infinity for a row without keys
+  std::vector<double> entropy;     // [queries]: -sum P ln P, in nats; 0 for a row without keys
   std::vector<double> dq, dk, dv;  // dq [queries], dk, dv [keys][dim_padded]; empty without d_o
 };
 

@@ -54,8 +54,9 @@ struct BackwardInput {
 // Per row, in FP64: sum and sum of magnitudes of dS, before and after its cast; and the column sums of dK.
 struct Diagnostics {
   std::vector<double> sum, magnitude, cast_sum, cast_magnitude;  // [queries]
-  std::vector<double> column;  // [dim_padded]: sum_j dK_jc, exact product of row sums and Q codes
-  double dk_magnitude = 0;     // sum |dK|, from dS before the cast
+  // [dim_padded]: sum_j dK_jc, exact product of row sums and Q codes, from dS before and after its cast.
+  std::vector<double> column, column_after_cast;
+  double dk_magnitude = 0;  // sum |dK|, from dS before the cast
 };
 
 struct Wanted {

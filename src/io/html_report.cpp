@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <map>
 #include <numeric>
 #include <stdexcept>
@@ -24,7 +23,7 @@ std::string_view asset(std::string_view name) {
   return text;
 }
 
-std::string joined(std::initializer_list<std::string_view> names) {
+std::string joined(const std::vector<std::string_view>& names) {
   std::string text;
   for (const std::string_view name : names) text += asset(name);
   return text;
@@ -71,19 +70,6 @@ std::string filled(std::string_view page, const std::map<std::string_view, std::
   return out.append(page);
 }
 
-std::string assembled(const std::string& kind, const std::string& title, const std::string& sections,
-                      const ordered_json& document, const ordered_json& row) {
-  const ordered_json data{{"kind", kind}, {"document", document}, {"row", row}};
-  return filled(asset("page.html"),
-                {{"version", DMATTN_VERSION_STRING},
-                 {"title", escaped(title)},
-                 {"kind", kind},
-                 {"style", std::string(asset("style.css"))},
-                 {"sections", sections},
-                 {"data", script_safe(data)},
-                 {"script", joined({"util.js", "residual.js", "heads.js", "row.js", "sweep.js", "main.js"})}});
-}
-
 // The keys to draw: all of a short row, else those with the largest |dS| of the first mode, in order.
 std::vector<std::size_t> keys_drawn(const RowResult& row) {
   if (row.modes.empty()) return {};
@@ -114,25 +100,40 @@ ordered_json row_data(const RowResult& row, const RunOptions& options, const std
 
 }  // namespace
 
+std::string report_page(const std::string& kind, const std::string& title,
+                        const std::vector<std::string_view>& sections, const ordered_json& document,
+                        const ordered_json& row) {
+  const ordered_json data{{"kind", kind}, {"document", document}, {"row", row}};
+  return filled(
+      asset("page.html"),
+      {{"version", DMATTN_VERSION_STRING},
+       {"title", escaped(title)},
+       {"kind", kind},
+       {"style", std::string(asset("style.css"))},
+       {"sections", joined(sections)},
+       {"data", script_safe(data)},
+       {"script", joined({"util.js", "residual.js", "heads.js", "row.js", "sweep.js", "live.js", "main.js"})}});
+}
+
 std::string probe_html(const ProbeResult& result, const Layer& layer, const std::string& file, const WorkedRow& row,
                        const ReportContext& context) {
   const ordered_json document = probe_document(result, layer, context.options, file, context.device);
-  return assembled("probe", "dmattn probe: " + file,
-                   joined({"head_probe.html", "delta.html", "row.html", "residual.html", "heads.html", "errors.html",
-                           "passes.html", "foot.html"}),
-                   document, row_data(row.result, row.options, context.device));
+  return report_page("probe", "dmattn probe: " + file,
+                     {"head_probe.html", "delta.html", "row.html", "residual.html", "heads.html", "errors.html",
+                      "passes.html", "foot.html"},
+                     document, row_data(row.result, row.options, context.device));
 }
 
 std::string sweep_html(const std::vector<SweepRow>& rows, const WorkedRow& row, const ReportContext& context) {
-  return assembled("sweep", "dmattn sweep",
-                   joined({"head_sweep.html", "delta.html", "row.html", "sweep.html", "passes.html", "foot.html"}),
-                   sweep_document(rows, context.options, context.device),
-                   row_data(row.result, row.options, context.device));
+  return report_page(
+      "sweep", "dmattn sweep", {"head_sweep.html", "delta.html", "row.html", "sweep.html", "passes.html", "foot.html"},
+      sweep_document(rows, context.options, context.device), row_data(row.result, row.options, context.device));
 }
 
 std::string row_html(const RowResult& row, const ReportContext& context) {
-  return assembled("row", "dmattn row", joined({"head_row.html", "delta.html", "row.html", "passes.html", "foot.html"}),
-                   row_document(row, context.options, context.device), row_data(row, context.options, context.device));
+  return report_page("row", "dmattn row", {"head_row.html", "delta.html", "row.html", "passes.html", "foot.html"},
+                     row_document(row, context.options, context.device),
+                     row_data(row, context.options, context.device));
 }
 
 }  // namespace dmattn

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "analysis/analysis.h"
@@ -28,6 +29,11 @@ inline ordered_json json_of(const Statistic& statistic) {
 inline ordered_json json_of(const Errors& error) {
   return {{"o", number(error.o)}, {"dq", number(error.dq)}, {"dk", number(error.dk)}, {"dv", number(error.dv)}};
 }
+
+// A page of these sections (pieces of src/io/report) whose script draws `document`; `row` is the worked row, or null.
+std::string report_page(const std::string& kind, const std::string& title,
+                        const std::vector<std::string_view>& sections, const ordered_json& document,
+                        const ordered_json& row);
 
 // The documents of json_report.h before they become text.
 ordered_json probe_document(const ProbeResult& result, const Layer& layer, const RunOptions& options,

@@ -13,6 +13,25 @@ ordered_json head_of_document(const char* schema, const RunOptions& options, con
           {"device", device}};
 }
 
+// The cast's own errors are not spread like P, so only a sum from before it sharpens or flattens.
+ordered_json json_of(const SignedResidual& residual, bool before_cast) {
+  ordered_json document{{"rms", number(residual.rms)}, {"mean", number(residual.mean)}};
+  if (before_cast) {
+    document["sharpens"] = number(residual.sharpens);
+    document["flattens"] = number(residual.flattens);
+  }
+  return document;
+}
+
+// Four digits: there is one of them for each channel, head and mode.
+ordered_json json_of(const std::vector<double>& columns) {
+  ordered_json out = ordered_json::array();
+  for (const double value : columns)
+    out.push_back(std::isfinite(value) ? ordered_json(std::strtod(fmt::format("{:.3e}", value).c_str(), nullptr))
+                                       : ordered_json(nullptr));
+  return out;
+}
+
 // A head's own entry names itself as its worst head, so that both levels read alike.
 ordered_json json_of(const ModeResult& mode) {
   const bool known = mode.worst_head >= 0;
@@ -22,7 +41,10 @@ ordered_json json_of(const ModeResult& mode) {
       {"column_sum", number(mode.column_sum)},
       {"error", json_of(mode.error)},
       {"worst_head",
-       {{"head", known ? ordered_json(mode.worst_head) : ordered_json(nullptr)}, {"dq", number(mode.worst_head_dq)}}}};
+       {{"head", known ? ordered_json(mode.worst_head) : ordered_json(nullptr)}, {"dq", number(mode.worst_head_dq)}}},
+      {"signed_residual", json_of(mode.signed_residual, true)},
+      {"signed_residual_after_cast", json_of(mode.signed_residual_after_cast, false)},
+      {"column_sum_after_cast", number(mode.column_sum_after_cast)}};
 }
 
 ordered_json json_of(const std::map<Mode, ModeResult>& modes) {
@@ -37,7 +59,10 @@ ordered_json json_of(const HeadResult& head) {
     result.worst_head = head.head;
     result.worst_head_dq = result.error.dq;
   }
-  return {{"head", head.head}, {"modes", json_of(modes)}};
+  ordered_json document{{"head", head.head}, {"modes", json_of(modes)}, {"entropy", number(head.entropy)}};
+  for (const auto& [mode, result] : head.modes)
+    document["modes"][std::string(name(mode))]["columns_after_cast"] = json_of(result.columns_after_cast);
+  return document;
 }
 
 ordered_json input_of(const Layer& layer, const std::string& file) {

@@ -28,6 +28,7 @@ ModeResult mode_result(double dq) {
   result.residual = {1e-2, 2e-2, 3e-2};
   result.residual_after_cast = {1.5e-2, kNaN, std::numeric_limits<double>::infinity()};
   result.column_sum = 4e-3;
+  result.columns_after_cast = {1.23456e-3, kNaN};
   result.error = {0.05, dq, 0.07, 0.04};
   return result;
 }
@@ -80,12 +81,17 @@ TEST(JsonReport, ProbeHasThePublishedKeys) {
   EXPECT_EQ(document["input"]["softmax_scale"].dump(), "0.088388346");  // the float, not its double
   EXPECT_EQ(keys(document["modes"]), (Names{"stale", "matched"}));
   const auto& stale = document["modes"]["stale"];
-  EXPECT_EQ(keys(stale), (Names{"residual", "residual_after_cast", "column_sum", "error", "worst_head"}));
+  EXPECT_EQ(keys(stale), (Names{"residual", "residual_after_cast", "column_sum", "error", "worst_head",
+                                "signed_residual", "signed_residual_after_cast", "column_sum_after_cast"}));
+  EXPECT_EQ(keys(stale["signed_residual"]), (Names{"rms", "mean", "sharpens", "flattens"}));
+  EXPECT_EQ(keys(stale["signed_residual_after_cast"]), (Names{"rms", "mean"}));
   EXPECT_EQ(keys(stale["residual"]), (Names{"median", "p95", "max"}));
   EXPECT_EQ(keys(stale["error"]), (Names{"o", "dq", "dk", "dv"}));
   EXPECT_EQ(keys(stale["worst_head"]), (Names{"head", "dq"}));
   EXPECT_EQ(document["heads"][1]["head"], 1);
   EXPECT_EQ(document["heads"][1]["modes"]["stale"]["error"]["dq"], 0.5);
+  EXPECT_EQ(keys(document["heads"][1]), (Names{"head", "modes", "entropy"}));
+  EXPECT_EQ(document["heads"][1]["modes"]["stale"]["columns_after_cast"].dump(), "[0.001235,null]");
 }
 
 TEST(JsonReport, WhatWasNotMeasuredIsNull) {
@@ -176,7 +182,7 @@ TEST(HtmlReport, LongRowsKeepTheirLargestKeys) {
 
 TEST(HtmlReport, EveryPieceIsEmbedded) {
   for (const char* piece : {"page.html", "style.css", "util.js", "residual.js", "heads.js", "row.js", "sweep.js",
-                            "main.js", "delta.html", "passes.html"}) {
+                            "live.js", "main.js", "delta.html", "passes.html", "live.html", "head_report.html"}) {
     EXPECT_FALSE(report_asset(piece).empty()) << piece;
   }
   EXPECT_TRUE(report_asset("no such piece").empty());

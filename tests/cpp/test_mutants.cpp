@@ -308,6 +308,7 @@ TEST(Mutants, ColumnSumsAreThoseOfDk) {
       // dK is of cast dS: 2^-4 of an element, and below the normal codes 2^-10 of a unit, at most 4 units a tile whose
       // largest element is 128 units or more.
       EXPECT_NEAR(diagnostics.column[static_cast<size_t>(c)], sum, (0x1p-4 + 0x1p-5) * sum);
+      EXPECT_NEAR(diagnostics.column_after_cast[static_cast<size_t>(c)], sum, 400 * 0x1p-24 * sum);  // FP32 sums
       total += diagnostics.column[static_cast<size_t>(c)];
     }
     EXPECT_NEAR(diagnostics.dk_magnitude, total, 200 * 0x1p-24 * total);  // FP32 sums over at most 200 roundings

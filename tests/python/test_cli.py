@@ -304,7 +304,7 @@ def test_certify(tmp_path: Path) -> None:
     assert all(case["pass"] for case in found["cases"])
 
 
-@pytest.mark.parametrize("command", ["", "row", "sweep", "probe", "certify", "info"])
+@pytest.mark.parametrize("command", ["", "row", "sweep", "probe", "report", "certify", "info"])
 def test_help(command: str) -> None:
     done = dmattn(*filter(None, [command]), "--help")
     assert done.returncode == 0 and done.stderr == ""

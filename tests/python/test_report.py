@@ -5,6 +5,7 @@ A missing browser is a failure, not a skip, unless DMATTN_NO_BROWSER=1. DMATTN_B
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cli_helpers import DMATTN, dmattn, layer_file
+from live_logs import line, log_file
 
 pytestmark = pytest.mark.skipif(os.environ.get("DMATTN_NO_BROWSER") == "1", reason="DMATTN_NO_BROWSER=1")
 
@@ -113,6 +115,51 @@ def test_row_and_sweep_pages(pages: dict[str, Path], tmp_path: Path, scheme: str
     document, console = rendered(pages["sweep"], tmp_path / "sweep", scheme)
     assert console == ""
     assert Plots(document).shapes["plot-residual"].count("polyline") == 2 * 4 * 2  # families, modes, before and after
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_live_page(tmp_path: Path, scheme: str) -> None:
+    page = tmp_path / "page.html"
+    log = log_file(tmp_path / "log.jsonl", steps=7, layers=3, modes=("stale", "matched"))
+    assert dmattn("report", log, "--html", page).returncode == 0
+    document, console = rendered(page, tmp_path / "profile", scheme)
+    assert console == ""
+    plots = Plots(document)
+    assert plots.shapes["live-panels"].count("svg") == 2 * 8 + 2  # panels of each mode; entropy and gains
+    for panel in ("live-0-residual", "live-1-dq", "live-entropy", "live-gain"):
+        assert plots.shapes[panel].count("polyline") == 3  # layers
+        for layer in range(3):
+            assert f"layers.{layer}.attention" in plots.labels[panel], f"{panel}: no text alternative for a layer"
+    assert "from step 0 to 60" in plots.text["headline"]
+    assert plots.shapes["channels-table"].count("tr") == 1 + 24  # 3 layers, 2 heads, 2 modes, 2 channels
+    assert plots.shapes["last-table"].count("tr") == 1 + 6
+    assert "attn_mask: expected None" in plots.text["gaps-table"]
+    assert "NaN" not in plots.text["live-panels"] and "undefined" not in document.split("<script", 1)[0]
+
+
+def test_live_pages_of_little_and_of_much(tmp_path: Path) -> None:
+    bare = line(5)
+    bare["layers"] = []
+    log, page = tmp_path / "log.jsonl", tmp_path / "page.html"
+    log.write_text(json.dumps(bare) + "\n")
+    assert dmattn("report", log, "--html", page).returncode == 0
+    document, console = rendered(page, tmp_path / "little")
+    assert console == "" and "No layer was measured" in Plots(document).text["live-legend"]
+
+    hostile = line(0, layers=1)
+    hostile["layers"][0]["layer"] = "<img src=x onerror=document.title='owned'>"
+    hostile["layers"][0]["heads"][0]["modes"]["matched"]["error"]["dq"] = None
+    log.write_text(json.dumps(hostile) + "\n")
+    assert dmattn("report", log, "--html", page).returncode == 0
+    document, console = rendered(page, tmp_path / "hostile")
+    assert console == "" and "<img" not in re.sub(r"<script.*?</script>", "", document, flags=re.S)
+
+    log_file(log, steps=2000, layers=20)
+    assert dmattn("report", log, "--html", page).returncode == 0
+    document, console = rendered(page, tmp_path / "much")
+    assert console == ""
+    points = re.search(r'<polyline[^>]*points="([^"]*)"', document)
+    assert points is not None and 400 < points[1].count(",") <= 800  # thinned to what can be told apart
 
 
 def test_schemes_differ(pages: dict[str, Path], tmp_path: Path) -> None:

@@ -126,8 +126,8 @@ function rowPage(d) {
       (better && measured(d.modes[better].share) ? `; the ${better} δ, ${left(better)}` : "");
 }
 
-const pages = {probe: probePage, sweep: sweepPage, row: rowPage};
+const pages = {probe: probePage, sweep: sweepPage, row: rowPage, report: livePage};
 pages[report.kind](report.document);
-rowSection(report.row);
+if (report.row) rowSection(report.row);
 byId("provenance").textContent = `dmattn ${report.document.version}; ${setup(report.document)}. ` +
     "This page is complete in itself and loads nothing.";
