@@ -77,12 +77,13 @@ def _refuse_forward_mode(**tensors: Tensor) -> None:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, ...]]:
     """What calls the forward: tracing and transforms want the operator itself, which else costs more time."""
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not wanted or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         operator: Callable[..., tuple[Tensor, ...]] = torch.ops.delta_matching.forward.default
         return operator
-    differentiable: Callable[..., tuple[Tensor, ...]] = ops.Differentiable.apply
-    return differentiable
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        differentiable: Callable[..., tuple[Tensor, ...]] = ops.Differentiable.apply
+        return differentiable
+    return ops.forward_without_graph
 
 
 def _attention(

@@ -314,8 +314,35 @@ def _forward_backward(ctx: Any, d_o: Tensor | None, *_: None) -> tuple[Tensor | 
     if d_o is None:
         return (None, None, None, *no_gradient)
     needed = ctx.needs_input_grad[:3]
-    gradients = torch.ops.delta_matching.backward(d_o, *ctx.saved_tensors, *ctx.options, *needed, *ctx.lengths)
+    tensors = (d_o, *ctx.saved_tensors)
+    # With gradients on somebody wants to differentiate again, which is the operator's to refuse.
+    direct = not torch.is_grad_enabled() and _nobody_watches(tensors)
+    backward = _backward if direct else torch.ops.delta_matching.backward.default
+    gradients = backward(*tensors, *ctx.options, *needed, *ctx.lengths)
     return (*(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *no_gradient)
+
+
+def _nobody_watches(tensors: tuple[Any, ...]) -> bool:
+    """Whether an operator's function may be called for the operator: plain tensors with memory, the first of them on a
+    device that it serves, and no mode, trace or profiler that would have seen it. The way through the dispatcher takes
+    a third of the host's time."""
+    return (
+        tensors[0].device.type in ("cpu", "cuda")
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
+        and not torch._C._autograd._profiler_enabled()
+        and all(type(x) in _PLAIN for x in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def forward_without_graph(*inputs: Any) -> tuple[Tensor, ...]:
+    """The forward operator where nothing is differentiated; its arguments."""
+    outputs: tuple[Tensor, ...]
+    outputs = (_forward if _nobody_watches(inputs[:5]) else torch.ops.delta_matching.forward.default)(*inputs)
+    return outputs
 
 
 class Differentiable(torch.autograd.Function):
@@ -325,7 +352,7 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # Gradients are off in here, so the operator adds no graph of its own.
-        output: tuple[Tensor, ...] = torch.ops.delta_matching.forward.default(*inputs)
+        output = forward_without_graph(*inputs)
         _forward_setup_context(ctx, inputs, output)
         return output
 

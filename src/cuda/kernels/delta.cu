@@ -18,6 +18,7 @@
 // soon as its products are done. Tiles that need a mask come last in an item and have a loop of their own. Barriers:
 // query_plan.h.
 #include "cuda/collective/delta_consumer.h"
+#include "cuda/collective/launch.h"
 #include "cuda/collective/query_producer.h"
 #include "cuda/kernels/kernels.h"
 
@@ -102,17 +103,6 @@ __global__ void __launch_bounds__(T::kThreads, 1) delta_kernel(const __grid_cons
   }
 }
 
-template <int kDim>
-cudaError_t start(const Launch& launch, const DeltaParams& params) {
-  using T = QueryTraits<kDim, 2>;
-  constexpr int kBytes = QueryPlan<T>::kBytes;
-  const cudaError_t error = cudaFuncSetAttribute(delta_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  delta_kernel<T>
-      <<<query_item_grid(params.items, launch.multiprocessors), T::kThreads, kBytes, launch.stream>>>(params);
-  return cudaGetLastError();
-}
-
 }  // namespace
 
 cudaError_t launch_delta(const Launch& launch, const Shape& shape, const KeyCodes& keys, const QueryCodes& queries,
@@ -134,12 +124,11 @@ cudaError_t launch_delta(const Launch& launch, const Shape& shape, const KeyCode
                            gradients.delta,
                            delta_out,
                            static_cast<int32_t>(items)};
-  switch (launch.head_dim) {
-    case 64: return start<64>(launch, params);
-    case 128: return start<128>(launch, params);
-    case 256: return start<256>(launch, params);
-    default: return cudaErrorInvalidValue;
-  }
+  return with_head_dim(launch.head_dim, [&](auto dim) {
+    using T = QueryTraits<decltype(dim)::value, 2>;
+    return start_kernel<delta_kernel<T>, T::kThreads, QueryPlan<T>::kBytes>(
+        launch, query_item_grid(params.items, launch.multiprocessors), params);
+  });
 }
 
 }  // namespace dmattn::cuda

@@ -19,6 +19,7 @@
 // that need a mask come last in an item and have a loop of their own. Barriers: query_plan.h.
 #include "cuda/collective/forward_consumer.h"
 #include "cuda/collective/forward_epilogue.h"
+#include "cuda/collective/launch.h"
 #include "cuda/collective/query_producer.h"
 #include "cuda/kernels/kernels.h"
 
@@ -71,18 +72,6 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward_kernel(const __grid_co
   }
 }
 
-template <int kDim>
-cudaError_t start(const Launch& launch, const ForwardParams& params) {
-  using T = QueryTraits<kDim, 1>;
-  constexpr int kBytes = QueryPlan<T>::kBytes;
-  const cudaError_t error =
-      cudaFuncSetAttribute(forward_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  forward_kernel<T>
-      <<<query_item_grid(params.items, launch.multiprocessors), T::kThreads, kBytes, launch.stream>>>(params);
-  return cudaGetLastError();
-}
-
 }  // namespace
 
 cudaError_t launch_forward(const Launch& launch, const Shape& shape, const KeyCodes& keys, const QueryCodes& queries,
@@ -96,12 +85,11 @@ cudaError_t launch_forward(const Launch& launch, const Shape& shape, const KeyCo
       output,
       queries.mean_dot,
       static_cast<int32_t>(items)};
-  switch (launch.head_dim) {
-    case 64: return start<64>(launch, params);
-    case 128: return start<128>(launch, params);
-    case 256: return start<256>(launch, params);
-    default: return cudaErrorInvalidValue;
-  }
+  return with_head_dim(launch.head_dim, [&](auto dim) {
+    using T = QueryTraits<decltype(dim)::value, 1>;
+    return start_kernel<forward_kernel<T>, T::kThreads, QueryPlan<T>::kBytes>(
+        launch, query_item_grid(params.items, launch.multiprocessors), params);
+  });
 }
 
 }  // namespace dmattn::cuda

@@ -12,6 +12,7 @@ struct Launch {
   cudaStream_t stream;
   int32_t head_dim;         // 64, 128 or 256
   int32_t multiprocessors;  // of the device: persistent kernels start that many CTAs
+  int32_t device;           // which one; it is current
 };
 
 // Variable lengths: starts (clamped to the tensors) and block tables from the caller's cu_seqlens.

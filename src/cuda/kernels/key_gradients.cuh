@@ -25,6 +25,7 @@
 
 #include "cuda/collective/key_producer.h"
 #include "cuda/collective/key_sums.h"
+#include "cuda/collective/launch.h"
 
 namespace dmattn::cuda {
 
@@ -374,17 +375,13 @@ __global__ void __launch_bounds__(T::kThreads, 1) key_gradients_kernel(const __g
 
 template <class T, bool kRounded>
 cudaError_t start_key_gradients(const Launch& launch, const KeyParams& p) {
-  constexpr int kBytes = KeyPlan<T>::kBytes;
-  auto* kernel = key_gradients_kernel<T, kRounded>;
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes))
-    return error;
   for (int64_t first = 0; first < p.items;) {
     KeyParams part = p;
     part.item_first = static_cast<int32_t>(first);
     part.items = static_cast<int32_t>(std::min<int64_t>(p.items - first, int64_t{kMostItems} * launch.multiprocessors));
-    const int grid = std::min(part.items, launch.multiprocessors);
-    kernel<<<grid, T::kThreads, kBytes, launch.stream>>>(part);
-    if (const cudaError_t error = cudaGetLastError()) return error;
+    const cudaError_t error = start_kernel<key_gradients_kernel<T, kRounded>, T::kThreads, KeyPlan<T>::kBytes>(
+        launch, std::min(part.items, launch.multiprocessors), part);
+    if (error != cudaSuccess) return error;
     first += part.items;
   }
   return cudaSuccess;

@@ -257,19 +257,14 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const Gradient
     rows_from_lse<kDim><<<grid, 2 * kDim, 0, launch.stream>>>(shape, input, keys, codes);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
-  constexpr int kBytes = kGradientBytes<kDim>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(gradient_codes<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  gradient_codes<kDim><<<grid, 2 * kDim, kBytes, launch.stream>>>(shape, input, codes);
-  return cudaGetLastError();
+  return start_kernel<gradient_codes<kDim>, 2 * kDim, kGradientBytes<kDim>>(launch, ctas, shape, input, codes);
 }
 
 }  // namespace
 
 cudaError_t launch_gradient_pack(const Launch& launch, const Shape& shape, const GradientInput& input,
                                  const KeyCodes& keys, const GradientCodes& codes) {
-  return pack::with_head_dim(
+  return with_head_dim(
       launch.head_dim, [&](auto dim) { return launch_with<decltype(dim)::value>(launch, shape, input, keys, codes); });
 }
 

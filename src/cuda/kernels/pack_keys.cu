@@ -179,7 +179,7 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const TensorVi
 
 cudaError_t launch_key_pack(const Launch& launch, const Shape& shape, const TensorView& k, const TensorView& v,
                             bool centre_k, const KeyCodes& codes) {
-  return pack::with_head_dim(launch.head_dim, [&](auto dim) {
+  return with_head_dim(launch.head_dim, [&](auto dim) {
     return launch_with<decltype(dim)::value>(launch, shape, k, v, centre_k, codes);
   });
 }

@@ -393,18 +393,14 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const TensorVi
     if (const cudaError_t error = launch_bias<kDim>(launch, shape, k, keys, codes); error != cudaSuccess) return error;
   }
   constexpr int kBytes = kHalves * pack::CopiedRows<kDim>::kBytes;
-  const cudaError_t error =
-      cudaFuncSetAttribute(query_codes<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  query_codes<kDim><<<static_cast<uint32_t>(blocks), 2 * kDim, kBytes, launch.stream>>>(shape, q, keys, codes);
-  return cudaGetLastError();
+  return start_kernel<query_codes<kDim>, 2 * kDim, kBytes>(launch, blocks, shape, q, keys, codes);
 }
 
 }  // namespace
 
 cudaError_t launch_query_pack(const Launch& launch, const Shape& shape, const TensorView& q, const TensorView& k,
                               const KeyCodes& keys, const QueryCodes& codes) {
-  return pack::with_head_dim(
+  return with_head_dim(
       launch.head_dim, [&](auto dim) { return launch_with<decltype(dim)::value>(launch, shape, q, k, keys, codes); });
 }
 

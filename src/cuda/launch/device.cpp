@@ -66,7 +66,8 @@ Launch launch_on(const Problem& problem) {
   if (!device.usable())
     throw Unsupported(fmt::format("device: expected a GPU of compute capability {}.{} (Hopper), got {}.{}", kMajor,
                                   kMinor, device.major, device.minor));
-  return {static_cast<cudaStream_t>(problem.stream), static_cast<int32_t>(problem.head_dim), device.multiprocessors};
+  return {static_cast<cudaStream_t>(problem.stream), static_cast<int32_t>(problem.head_dim), device.multiprocessors,
+          static_cast<int32_t>(problem.device_index)};
 }
 
 CurrentDevice::CurrentDevice(int index) : index_(index) {

@@ -1,0 +1,45 @@
+// What the host side of the kernels shares.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/kernels/kernels.h"
+
+namespace dmattn::cuda {
+
+// Allows a kernel its dynamic shared memory on the launch's GPU, which the runtime asks for above 48 KB. Once for each
+// GPU: the call takes as long as a launch.
+template <auto kKernel, int kBytes>
+cudaError_t allow_shared_memory(const Launch& launch) {
+  static std::atomic<uint64_t> allowed{0};  // a bit for each of the first GPUs
+  const uint64_t bit = launch.device < 64 ? uint64_t{1} << launch.device : 0;
+  if ((allowed.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+// kKernel<<<ctas, kThreads, kBytes>>>(arguments) on the launch's stream.
+template <auto kKernel, int kThreads, int kBytes, class... Arguments>
+cudaError_t start_kernel(const Launch& launch, int64_t ctas, const Arguments&... arguments) {
+  if (const cudaError_t error = allow_shared_memory<kKernel, kBytes>(launch); error != cudaSuccess) return error;
+  kKernel<<<static_cast<uint32_t>(ctas), kThreads, kBytes, launch.stream>>>(arguments...);
+  return cudaGetLastError();
+}
+
+// call(std::integral_constant<int, D>) for the head dimension.
+template <class Call>
+cudaError_t with_head_dim(int32_t head_dim, Call call) {
+  switch (head_dim) {
+    case 64: return call(std::integral_constant<int, 64>{});
+    case 128: return call(std::integral_constant<int, 128>{});
+    case 256: return call(std::integral_constant<int, 256>{});
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace dmattn::cuda
