@@ -39,7 +39,7 @@ MARKERS = (
     "quick: a few seconds in all; run first",
     "matrix: every mode, head_dim, mask and ratio of heads at small lengths",
     "slow: long rows",
-    "stress: many repeats under load",
+    "stress: many repeats under load, and times: nothing else runs beside them",
     "cuda_only: needs the GPU even where the twin stands in for it",
 )
 

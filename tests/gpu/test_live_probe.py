@@ -142,7 +142,7 @@ def _seconds(training: Training, steps: int, live=None) -> float:
 
 
 @pytest.mark.cuda_only
-@pytest.mark.slow
+@pytest.mark.stress
 def test_cost_at_every_100(judge):
     """0.13 billion parameters, 8,192 tokens: what one measured step costs more, over a hundred steps, is below 2 % of
     the hundred steps. The measurement itself runs beside the steps that follow, so the time of 20 steps is compared,
@@ -167,6 +167,7 @@ def test_cost_at_every_100(judge):
 
 
 @pytest.mark.cuda_only
+@pytest.mark.stress
 def test_other_steps_cost_nothing(judge):
     """Steps between the measured ones run no code of the probe's: within 2 %, for the noise of small steps' times."""
     training = Training(2048, layers=4, width=512, heads=8, vocabulary=4096, mode="matched")

@@ -264,8 +264,8 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const Gradient
 
 cudaError_t launch_gradient_pack(const Launch& launch, const Shape& shape, const GradientInput& input,
                                  const KeyCodes& keys, const GradientCodes& codes) {
-  return with_head_dim(
-      launch.head_dim, [&](auto dim) { return launch_with<decltype(dim)::value>(launch, shape, input, keys, codes); });
+  return with_head_dim(launch.head_dim,
+                       [&](auto dim) { return launch_with<decltype(dim)::value>(launch, shape, input, keys, codes); });
 }
 
 }  // namespace dmattn::cuda

@@ -400,8 +400,8 @@ cudaError_t launch_with(const Launch& launch, const Shape& shape, const TensorVi
 
 cudaError_t launch_query_pack(const Launch& launch, const Shape& shape, const TensorView& q, const TensorView& k,
                               const KeyCodes& keys, const QueryCodes& codes) {
-  return with_head_dim(
-      launch.head_dim, [&](auto dim) { return launch_with<decltype(dim)::value>(launch, shape, q, k, keys, codes); });
+  return with_head_dim(launch.head_dim,
+                       [&](auto dim) { return launch_with<decltype(dim)::value>(launch, shape, q, k, keys, codes); });
 }
 
 }  // namespace dmattn::cuda

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arithmetic import F32, LN2, LOG2E, ascending_sum, dot, e4m3, exp2, fma, from_bf16, ieee, power_of_two, to_bf16
+from .arithmetic import F32, LN2, LOG2E, dot, e4m3, exp2, fma, from_bf16, ieee, power_of_two, to_bf16
 from .quantise import AMAX_FLOOR, FLUSH_ROWS, K_ROWS, Q_ROWS, bias_weights, operands, quantise
 from .tensor_core import product
 
