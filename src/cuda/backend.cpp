@@ -9,8 +9,7 @@ bool available() { return any_usable_device(); }
 
 WorkspaceSizes workspace_size(const Problem& problem) {
   const Launch launch = launch_on(problem);
-  return {plan_forward(problem, nullptr).bytes,
-          plan_backward(problem, key_gradients_partial_bytes(launch), nullptr).bytes};
+  return {plan_forward(problem, nullptr).bytes, plan_backward(problem, launch.multiprocessors, nullptr).bytes};
 }
 
 }  // namespace dmattn::cuda

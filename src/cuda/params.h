@@ -71,26 +71,29 @@ struct GradientInput {
   DeltaRule rule;
 };
 
-// dS of one chunk: query heads [head_first, head_first + heads), key tiles [tile_first, tile_end) of every sequence,
-// all query tiles. Tile (head, I, J) is a row image-like block of 64 queries x 64 keys: 4 columns (16 keys each, rho
+// dS of one chunk: KV heads [kv_first, kv_first + kv_heads), of each group the query heads [group_first, group_first +
+// group_heads), key tiles [tile_first, tile_end) of every sequence, all query tiles. Heads are counted KV head after KV
+// head. Tile (head, I, J) is a row image-like block of 64 queries x 64 keys: 4 columns (16 keys each, rho
 // order) of 64 x 16 bytes. schedule/ds_tiles.h finds it.
 struct DsChunk {
-  uint8_t* codes;                // [heads][tiles per head][4096]
-  float* scale;                  // [heads][tiles per head]
-  int32_t head_first, heads;     // query heads; whole groups
-  int32_t tile_first, tile_end;  // 64-key tiles counted from each sequence's first key; even
+  uint8_t* codes;  // [heads][tiles per head][4096]
+  float* scale;    // [heads][tiles per head]
+  int32_t kv_first, kv_heads;
+  int32_t group_first, group_heads;  // a chunk with 0 starts the sums of dV and dK, one with the group's last ends them
+  int32_t tile_first, tile_end;      // 64-key tiles counted from each sequence's first key; even
   int64_t tiles_per_head;
 };
 
 struct KeyGradients {
   TensorView dk, dv;  // data null: not wanted
-  float* partial;     // [CTAs][2][128][D] FP32 sums of a CTA's work item, private to the CTA
+  float* partial;     // [CTAs][2][128][D] FP32 sums of a CTA's work item; of each item where groups are split
+  int32_t by_item;    // which of the two
 };
 
 struct QueryGradients {
   TensorView dq;
-  float* partial;       // [heads of the chunk][128 QB][D] FP32, in accumulator order, less what lies before the
-                        // chunk's first head; null when the chunk holds all keys
+  float* partial;       // [Hq][128 QB][D] FP32, in accumulator order, less what lies before the chunk's first KV head;
+                        // null when the chunk holds all keys
   int32_t first, last;  // this chunk starts / ends the sum over keys
 };
 

@@ -58,7 +58,7 @@ TEST(CudaSchedule, CeilTilesOfAnySign) {
 }
 
 DsShape shape_of(bool causal, int64_t batch, int64_t q, int64_t k, int64_t kv_heads = 1, int64_t group = 1) {
-  return {false, causal, batch, q, k, batch * ((q + 127) / 128), even(tiles_of(k)), kv_heads, group};
+  return {false, causal, batch, q, k, batch * ((q + 127) / 128), even(tiles_of(k)), kv_heads, group, 132};
 }
 
 // Every visible tile of the range has a place of its own among the tiles of a head.
@@ -91,23 +91,35 @@ TEST(CudaSchedule, TilesHavePlacesOfTheirOwn) {
       }
 }
 
-// Heads and key tiles are covered once, in order, by whole groups and whole 128-key blocks.
-void expect_cover(const DsShape& shape, const ChunkPlan& plan) {
-  int64_t head = 0, tile = 0, tiles_of_head = 0;
-  for (const HeadRange& range : plan.heads) {
+void expect_ranges(const std::vector<HeadRange>& ranges, int64_t heads) {
+  int64_t head = 0;
+  for (const HeadRange& range : ranges) {
     ASSERT_EQ(range.first, head);
     ASSERT_GT(range.count, 0);
-    ASSERT_EQ(range.count % shape.group, 0);
     head += range.count;
   }
-  ASSERT_EQ(head, shape.kv_heads * shape.group);
+  ASSERT_EQ(head, heads);
+}
+
+int64_t most_of_group(const ChunkPlan& plan) {
+  int64_t most = 0;
+  for (const HeadRange& range : plan.group) most = std::max(most, range.count);
+  return most;
+}
+
+// KV heads, heads of a group and key tiles are covered once, in order, by whole 128-key blocks.
+void expect_cover(const DsShape& shape, const ChunkPlan& plan) {
+  expect_ranges(plan.kv_heads, shape.kv_heads);
+  expect_ranges(plan.group, shape.group);
+  int64_t tile = 0, tiles_of_head = 0;
   for (const TileRange& range : plan.tiles) {
     ASSERT_EQ(range.first, tile);
     ASSERT_EQ(range.end % 2, 0);
     ASSERT_GE(range.end - range.first, std::min<int64_t>(shape.key_tiles, 2));
+    ASSERT_LE((range.end - range.first) / 2, plan.most_blocks());
     tile = range.end;
     tiles_of_head += range.tiles_per_head;
-    ASSERT_LE(plan.most_heads() * range.tiles_per_head, plan.most_tiles);
+    ASSERT_LE(plan.most_kv_heads() * most_of_group(plan) * range.tiles_per_head, plan.most_tiles);
     expect_places(shape, range);
   }
   ASSERT_EQ(tile, shape.key_tiles);
@@ -119,35 +131,72 @@ TEST(CudaSchedule, ChunksCoverEverythingOnceWithinTheCap) {
     for (const int64_t k : {1, 65, 300, 700})
       for (const bool causal : {false, true})
         for (const int64_t kv_heads : {1, 3, 8})
-          for (const size_t cap : {size_t{1}, size_t{20000}, size_t{100000}, size_t{400000}, size_t{1} << 30}) {
-            const DsShape shape = shape_of(causal, 2, q, k, kv_heads, 4);
-            const ChunkPlan plan = plan_chunks(shape, cap);
-            SCOPED_TRACE(std::to_string(q) + " x " + std::to_string(k) + ", cap " + std::to_string(cap));
-            expect_cover(shape, plan);
-            int64_t smallest = 0;  // a group against two key tiles is always held
-            for (int64_t first = 0; first < shape.key_tiles; first += 2)
-              smallest = std::max(smallest,
-                                  shape.group * (causal ? 2 * ds_index(false, true, q, k, static_cast<int32_t>(first),
-                                                                       static_cast<int32_t>(first + 2))
-                                                                  .sequence_tiles
-                                                        : 4 * shape.q_blocks));
-            EXPECT_LE(plan.code_bytes() + plan.scale_bytes(), std::max(cap, static_cast<size_t>(smallest) * 4100));
-          }
+          for (const int64_t group : {1, 4, 7})
+            for (const size_t cap : {size_t{1}, size_t{20000}, size_t{100000}, size_t{400000}, size_t{1} << 30}) {
+              const DsShape shape = shape_of(causal, 2, q, k, kv_heads, group);
+              const ChunkPlan plan = plan_chunks(shape, cap);
+              SCOPED_TRACE(std::to_string(q) + " x " + std::to_string(k) + ", cap " + std::to_string(cap));
+              expect_cover(shape, plan);
+              int64_t smallest = 0;  // a query head against two key tiles is always held
+              for (int64_t first = 0; first < shape.key_tiles; first += 2)
+                smallest = std::max(smallest, causal ? 2 * ds_index(false, true, q, k, static_cast<int32_t>(first),
+                                                                    static_cast<int32_t>(first + 2))
+                                                               .sequence_tiles
+                                                     : 4 * shape.q_blocks);
+              EXPECT_LE(plan.code_bytes() + plan.scale_bytes(), std::max(cap, static_cast<size_t>(smallest) * 4100));
+            }
 }
 
-TEST(CudaSchedule, HeadsAreCutBeforeKeysAndEvenly) {
-  const DsShape shape = shape_of(true, 1, 1024, 1024, 32, 1);
+TEST(CudaSchedule, WhatFitsIsNotCut) {
+  const DsShape shape = shape_of(true, 1, 1024, 1024, 32, 4);
   const auto tiles = static_cast<size_t>(single_chunk(shape).tiles[0].tiles_per_head);
-  const ChunkPlan two = plan_chunks(shape, 31 * tiles * 4100);
-  ASSERT_EQ(two.heads.size(), 2u);
-  EXPECT_EQ(two.heads[0].count, 16);
-  EXPECT_FALSE(two.splits_keys());
-  EXPECT_EQ(plan_chunks(shape, 32 * tiles * 4100).heads.size(), 1u);
-  const ChunkPlan halves = plan_chunks(shape, tiles * 4100 - 1);
-  EXPECT_EQ(halves.heads.size(), 32u);
-  ASSERT_EQ(halves.tiles.size(), 2u);
-  EXPECT_LT(halves.tiles[0].end, 8);  // early keys are seen by more queries
-  EXPECT_LE(halves.most_tiles, static_cast<int64_t>(tiles) * 2 / 3);
+  const ChunkPlan whole = plan_chunks(shape, 128 * tiles * 4100);
+  EXPECT_EQ(whole.kv_heads.size() * whole.group.size() * whole.tiles.size(), 1u);
+  const ChunkPlan cut = plan_chunks(shape, 128 * tiles * 4100 - 1);
+  EXPECT_GT(cut.kv_heads.size() * cut.group.size() * cut.tiles.size(), 1u);
+}
+
+// Query tiles that the busiest CTA goes through, over all chunks, items dealt as the kernel deals them.
+int64_t busiest(const DsShape& shape, const ChunkPlan& plan) {
+  int64_t sum = 0;
+  for (const HeadRange& kv_heads : plan.kv_heads)
+    for (const HeadRange& group : plan.group)
+      for (const TileRange& range : plan.tiles) {
+        std::vector<int64_t> load(static_cast<size_t>(shape.ctas));
+        const int64_t each = kv_heads.count * shape.batch, items = (range.end - range.first) / 2 * each;
+        const int64_t grid = std::min(items, shape.ctas);
+        for (int64_t item = 0; item < items; ++item) {
+          const int64_t round = item / grid, place = item % grid;
+          const int64_t key = (range.first + item / each * 2) * kImageRows;
+          load[static_cast<size_t>(round % 2 == 0 ? place : grid - 1 - place)] +=
+              group.count * (tiles_of(shape.q_len) - (shape.causal ? key / kImageRows : 0));
+        }
+        sum += *std::max_element(load.begin(), load.end());
+      }
+  return sum;
+}
+
+TEST(CudaSchedule, ChunksKeepTheCtasBusy) {
+  struct Case {
+    int64_t batch, length, kv_heads, group;
+    bool causal;
+    double least;
+  };
+  // In the last but one a gigabyte holds dS of half as many items as there are CTAs.
+  for (const Case& at :
+       {Case{1, 32768, 4, 2, true, 0.95}, Case{1, 32768, 8, 4, true, 0.95}, Case{1, 32768, 8, 1, true, 0.95},
+        Case{1, 16384, 16, 1, true, 0.95}, Case{1, 32768, 2, 8, true, 0.95}, Case{1, 65536, 4, 2, true, 0.95},
+        Case{2, 8192, 16, 1, true, 0.95}, Case{2, 8192, 8, 4, true, 0.95}, Case{1, 32768, 8, 4, false, 0.95},
+        Case{1, 131072, 8, 1, true, 0.6}, Case{1, 65536, 1, 8, true, 0.85}}) {
+    const DsShape shape = shape_of(at.causal, at.batch, at.length, at.length, at.kv_heads, at.group);
+    const ChunkPlan plan = plan_chunks(shape, size_t{1} << 30);
+    int64_t all = 0;
+    for (int64_t block = 0; block < at.length / 128; ++block)
+      all += at.batch * at.kv_heads * at.group * (at.length / 64 - (at.causal ? 2 * block : 0));
+    const double busy = static_cast<double>(all) / static_cast<double>(shape.ctas * busiest(shape, plan));
+    EXPECT_GT(busy, at.least) << at.length << ' ' << at.kv_heads << 'x' << at.group << ": " << plan.kv_heads.size()
+                              << ' ' << plan.group.size() << ' ' << plan.tiles.size();
+  }
 }
 
 TEST(CudaSchedule, ManyRangesArePlannedQuickly) {
@@ -213,10 +262,10 @@ TEST(CudaSchedule, WorkspacePiecesLieApart) {
 
 TEST(CudaSchedule, ASmallCapMakesASmallWorkspace) {
   Problem problem = problem_of(1, 4096, 4096, 8, 8, false);
-  const BackwardPlan whole = plan_backward(problem, 1000, nullptr);
+  const BackwardPlan whole = plan_backward(problem, 132, nullptr);
   EXPECT_FALSE(whole.chunks.splits_keys());
   problem.workspace_cap = 1 << 20;
-  const BackwardPlan cut = plan_backward(problem, 1000, reinterpret_cast<void*>(256));
+  const BackwardPlan cut = plan_backward(problem, 132, reinterpret_cast<void*>(256));
   EXPECT_TRUE(cut.chunks.splits_keys());
   EXPECT_NE(cut.query_partial, nullptr);
   EXPECT_LT(cut.bytes, whole.bytes);
@@ -235,7 +284,7 @@ TEST(CudaSchedule, WorkspacesThatOverflowAreRefused) {
 TEST(CudaSchedule, ProblemsWithoutRowsHavePlans) {
   for (const bool variable : {false, true})
     for (const auto& [q, k] : std::vector<std::pair<int64_t, int64_t>>{{0, 5}, {5, 0}, {0, 0}}) {
-      const BackwardPlan plan = plan_backward(problem_of(2, q, k, 2, 1, variable), 0, nullptr);
+      const BackwardPlan plan = plan_backward(problem_of(2, q, k, 2, 1, variable), 132, nullptr);
       ASSERT_EQ(plan.chunks.tiles.size(), 1u);
       EXPECT_EQ(plan.chunks.most_tiles > 0, q > 0 && k > 0);
     }

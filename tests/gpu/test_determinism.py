@@ -46,7 +46,7 @@ def _judge_same(judge, what: str, a: Result, b: Result, case: Case) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_workspace_cap(judge, mode, head_dim, causal):
-    """From one chunk down to a group of heads against 128 keys at a time."""
+    """From one chunk down to a query head against 128 keys at a time."""
     case = square(mode, head_dim, 700, (8, 2), batch=2, causal=causal)
     x = gaussian(case).to(DEVICE)
     saved = forward(case, x)

@@ -31,7 +31,7 @@ struct KeyTraits {
 //   16 ds_tile      index in the chunk of the first head's first tile
 //   20 first_tile   of each head
 //   24 key          the warpgroup's first; 28 keys of the sequence; 32 offset: query q sees key j if j <= q + offset
-//   36 how many items are done; 40 parity of the barrier of K and V
+//   36 how many items are done; 40 parity of the barrier of K and V; 44 whose FP32 sums the item adds to
 struct KeySlot {
   static constexpr int kBytes = 48;
 };
@@ -97,11 +97,10 @@ struct KeyParams {
   DsChunk chunk;
   DsIndex index;
   KeyGradients output;
-  int32_t items;          // of this launch
-  int32_t item_first;     // its first
-  int32_t item_heads;     // KV heads of the chunk times batch
-  int32_t kv_head_first;  // of the chunk
-  int32_t group;          // query heads of a KV head
+  int32_t items;       // of this launch
+  int32_t item_first;  // its first
+  int32_t item_heads;  // KV heads of the chunk times batch
+  int32_t group;       // query heads of a KV head
 };
 
 // The CTA's n-th item. Items go longest first in a causal batch, so every other round is dealt backwards: otherwise the
@@ -123,7 +122,7 @@ __device__ __forceinline__ bool key_item(const KeyParams& p, int32_t item, KeyIt
   const int32_t rank = (p.item_first + item) / heads, rest = p.item_first + item - rank * heads;
   const int32_t head = rest / batch;
   out.sequence = rest - head * batch;
-  out.kv_head = p.kv_head_first + head;
+  out.kv_head = p.chunk.kv_first + head;
   out.block = p.chunk.tile_first / 2 + rank;
   out.view = sequence_view(p.shape.sequences, out.sequence);
   if (out.block * kBlockRows >= out.view.k_rows) return false;

@@ -24,7 +24,7 @@ __device__ __forceinline__ void prepare_work(const KeyParams& p, uint32_t work) 
       ptx::store_shared_int(entry, -1);
       continue;
     }
-    const int32_t kv_block = at.view.k_block0 + at.block, head = at.kv_head * p.group;
+    const int32_t kv_block = at.view.k_block0 + at.block, head = at.kv_head * p.group + p.chunk.group_first;
     const auto mean_rows = static_cast<int32_t>(numerics::query_mean_rows(at.view.q_rows));
     ptx::store_shared_int(entry, at.kv_head * p.shape.sequences.k_blocks + kv_block);
     ptx::store_shared_int(entry + 4, kv_block);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void key_produce(const KeyParams& p, uint32_t shared)
       const int32_t head = ptx::load_shared_int(own + 4) + 1;
       __syncwarp();
       ptx::store_shared_int(own + 4, head);
-      if (head == p.group) break;
+      if (head == p.chunk.group_heads) break;
     }
     const int32_t work = ptx::load_shared_int(own);
     __syncwarp();

@@ -49,7 +49,6 @@ cudaError_t launch_delta(const Launch& launch, const Shape& shape, const KeyCode
 cudaError_t launch_key_gradients(const Launch& launch, const Shape& shape, bool rounded, const KeyCodes& keys,
                                  const QueryCodes& queries, const GradientCodes& gradients, const DsChunk& chunk,
                                  const KeyGradients& output);
-int64_t key_gradients_partial_bytes(const Launch& launch);
 
 // dQ from the chunk's dS.
 cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, const KeyCodes& keys, const DsChunk& chunk,

@@ -5,11 +5,6 @@
 
 namespace dmattn::cuda {
 
-int64_t key_gradients_partial_bytes(const Launch& launch) {
-  // dV and dK of 128 keys in FP32 for every CTA.
-  return int64_t{2} * kBlockRows * launch.head_dim * 4 * launch.multiprocessors;
-}
-
 cudaError_t launch_key_gradients(const Launch& launch, const Shape& shape, bool rounded, const KeyCodes& keys,
                                  const QueryCodes& queries, const GradientCodes& gradients, const DsChunk& chunk,
                                  const KeyGradients& output) {
@@ -23,8 +18,7 @@ cudaError_t launch_key_gradients(const Launch& launch, const Shape& shape, bool 
   p.index = ds_index(all.variable != 0, shape.causal != 0, all.q_len, all.k_len, chunk.tile_first, chunk.tile_end);
   p.output = output;
   p.group = shape.q_heads / shape.kv_heads;
-  p.kv_head_first = chunk.head_first / p.group;
-  p.item_heads = chunk.heads / p.group * all.batch;
+  p.item_heads = chunk.kv_heads * all.batch;
   const int64_t blocks = (chunk.tile_end - chunk.tile_first + 1) / 2;
   p.items = static_cast<int32_t>(blocks * p.item_heads);
   if (p.items == 0) return cudaSuccess;

@@ -153,7 +153,7 @@ struct KeyConsumer {
   }
   // The thread's part of the CTA's FP32 sums of dV (0) or dK (1).
   __device__ __forceinline__ float* partial(int which) const {
-    return p.output.partial + static_cast<int64_t>(blockIdx.x) * (4 * kImageRows * T::D) +
+    return p.output.partial + static_cast<int64_t>(slot_int(44)) * (4 * kImageRows * T::D) +
            (2 * group + which) * (kImageRows * T::D) + 4 * (32 * at.warp + at.lane);
   }
 
@@ -225,7 +225,7 @@ struct KeyConsumer {
     KeyItem item;
     if (!key_item(p, number, item)) return false;
     const int32_t key = item.block * kBlockRows + group * kImageRows, last = key + kImageRows - 1;
-    const int64_t ds = (item.kv_head * p.group - p.chunk.head_first) * p.chunk.tiles_per_head +
+    const int64_t ds = (item.kv_head - p.chunk.kv_first) * p.chunk.group_heads * p.chunk.tiles_per_head +
                        p.index.row(item.sequence, item.view.q_block0, item.first_tile) + 2 * item.block + group -
                        p.index.first;
     constexpr int32_t kNever = 0x7fffffff;
@@ -247,6 +247,7 @@ struct KeyConsumer {
       ptx::store_shared_int(slot() + 24, key);
       ptx::store_shared_int(slot() + 28, item.view.k_rows);
       ptx::store_shared_int(slot() + 32, item.offset);
+      ptx::store_shared_int(slot() + 44, p.output.by_item ? p.item_first + number : static_cast<int32_t>(blockIdx.x));
     }
     __syncwarp();
     if (item.first_tile == item.tiles) zero();
@@ -271,7 +272,8 @@ struct KeyConsumer {
       __syncwarp();
       ptx::store_shared_int(slot() + 40, keys_parity ^ 1);
       int32_t tile = slot_int(20), head = 0, ds = slot_int(16);
-      bool more = tile < tiles, first = true;
+      bool more = tile < tiles, first = p.chunk.group_first == 0;
+      const bool ends = p.chunk.group_first + p.chunk.group_heads == p.group;  // the groups' last heads are here
 #pragma unroll
       for (int i = 0; i < 32; ++i) s[i] = dp[i] = 0.0f;  // so that their registers are free between items
       bool ready = false;  // the next stage was seen full: asked early, as the answer takes a while
@@ -286,12 +288,12 @@ struct KeyConsumer {
 #pragma unroll 1
       while (more) {
         const bool head_ends = tile + 1 == tiles;
-        more = !head_ends || head + 1 < p.group;
+        more = !head_ends || head + 1 < p.chunk.group_heads;
         const auto next = more ? ring.next() : ring;
         const uint32_t stage = shared + Plan::stage(ring.stage());
         step(tile, stage, uniform_address(shared + Plan::stage(next.stage())), shared + Plan::full(next.stage()),
              next.parity(), ready, ds);
-        if (!more) break;
+        if (!more && ends) break;
         if (tile % kIntervalTiles == kIntervalTiles - 1 || head_ends) {
           end_interval(stage, first);
           first = false;
@@ -307,7 +309,7 @@ struct KeyConsumer {
           ds = slot_int(16) + ++head * static_cast<int32_t>(p.chunk.tiles_per_head);
         }
       }
-      if (tile < tiles) {  // the last interval's sums are the item's
+      if (ends && tile < tiles) {  // the last interval's sums are the item's
         end_item(shared + Plan::stage(ring.stage()), first);
         __syncwarp();
         if (at.lane == 0) ptx::barrier_arrive(shared + Plan::empty(ring.stage()));

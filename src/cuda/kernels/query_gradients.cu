@@ -17,7 +17,7 @@ cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, con
   p.index = ds_index(all.variable != 0, shape.causal != 0, all.q_len, all.k_len, chunk.tile_first, chunk.tile_end);
   p.output = output;
   p.group = shape.q_heads / shape.kv_heads;
-  p.item_heads = chunk.heads * all.batch;
+  p.item_heads = chunk.kv_heads * chunk.group_heads * all.batch;
   p.items = all.q_blocks_max * p.item_heads;
   if (p.items == 0) return cudaSuccess;
   return with_head_dim(launch.head_dim, [&](auto dim) {

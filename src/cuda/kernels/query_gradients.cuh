@@ -68,7 +68,8 @@ __device__ __forceinline__ bool dq_item(const DqParams& p, int32_t item, DqItem&
   const int32_t heads = opaque(p.item_heads), batch = opaque(p.shape.sequences.batch);
   const int32_t rank = item / heads, rest = item - rank * heads, head = rest / batch;
   out.sequence = rest - head * batch;
-  out.head = p.chunk.head_first + head;
+  const int32_t kv_head = head / p.chunk.group_heads;
+  out.head = (p.chunk.kv_first + kv_head) * p.group + p.chunk.group_first + head - kv_head * p.chunk.group_heads;
   out.view = sequence_view(p.shape.sequences, out.sequence);
   out.block = (out.view.q_rows + kBlockRows - 1) / kBlockRows - 1 - rank;
   if (out.block < 0) return false;

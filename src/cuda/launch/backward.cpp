@@ -1,5 +1,5 @@
-// Backward: [tables] -> K, V pack -> Q pack -> dO, q pack -> [delta, matched] -> for each chunk of query heads, for each
-// range of keys, ascending: dK, dV and dS -> dQ. delta: the same up to its kernel.
+// Backward: [tables] -> K, V pack -> Q pack -> dO, q pack -> [delta, matched] -> for each range of KV heads, of
+// keys, of their groups' query heads, ascending: dK, dV and dS -> dQ. delta: the same up to its kernel.
 #include <utility>
 
 #include "cuda/backend.h"
@@ -48,14 +48,17 @@ GradientInput gradient_input(const Problem& problem, const dmattn_backward_args&
   return input;
 }
 
-void queue_chunk(const Call& call, const HeadRange& heads, const TileRange& tiles, bool first, bool last) {
+void queue_chunk(const Call& call, const HeadRange& kv_heads, const HeadRange& group, const TileRange& tiles,
+                 bool first, bool last) {
   const BackwardPlan& plan = call.plan;
   const bool wants_dq = call.dq.data != nullptr;
   DsChunk chunk{};
   chunk.codes = wants_dq ? plan.ds_codes : nullptr;
   chunk.scale = wants_dq ? plan.ds_scale : nullptr;
-  chunk.head_first = static_cast<int32_t>(heads.first);
-  chunk.heads = static_cast<int32_t>(heads.count);
+  chunk.kv_first = static_cast<int32_t>(kv_heads.first);
+  chunk.kv_heads = static_cast<int32_t>(kv_heads.count);
+  chunk.group_first = static_cast<int32_t>(group.first);
+  chunk.group_heads = static_cast<int32_t>(group.count);
   chunk.tile_first = static_cast<int32_t>(tiles.first);
   chunk.tile_end = static_cast<int32_t>(tiles.end);
   chunk.tiles_per_head = tiles.tiles_per_head;
@@ -70,7 +73,8 @@ void queue_chunk(const Call& call, const HeadRange& heads, const TileRange& tile
   output.last = last;
   if (plan.query_partial != nullptr) {
     // The kernel counts heads from the first of all; the sums of one chunk's heads are all that is kept.
-    const int64_t skipped = heads.first * plan.shape.sequences.q_blocks * kBlockRows * call.problem.head_dim;
+    const int64_t skipped =
+        kv_heads.first * call.problem.group() * plan.shape.sequences.q_blocks * kBlockRows * call.problem.head_dim;
     output.partial = reinterpret_cast<float*>(reinterpret_cast<uintptr_t>(plan.query_partial) -
                                               static_cast<uintptr_t>(skipped) * sizeof(float));
   }
@@ -80,7 +84,7 @@ void queue_chunk(const Call& call, const HeadRange& heads, const TileRange& tile
 
 Call make_call(const Problem& problem, const dmattn_backward_args& args) {
   const Launch launch = launch_on(problem);
-  BackwardPlan plan = plan_backward(problem, key_gradients_partial_bytes(launch), args.workspace);
+  BackwardPlan plan = plan_backward(problem, launch.multiprocessors, args.workspace);
   check_workspace(problem, args.workspace, args.workspace_bytes, plan.bytes);
   return {problem, args, launch, std::move(plan)};
 }
@@ -112,14 +116,19 @@ void backward(const Problem& problem, const dmattn_backward_args& args) {
   Call call = make_call(problem, args);
   const CurrentDevice current(problem.device_index);
   call.dq = tensor_view(problem, args.dq, true, "dq");
-  call.key_output = {tensor_view(problem, args.dk, false, "dk"), tensor_view(problem, args.dv, false, "dv"),
-                     call.plan.key_partial};
+  call.key_output.dk = tensor_view(problem, args.dk, false, "dk");
+  call.key_output.dv = tensor_view(problem, args.dv, false, "dv");
+  call.key_output.partial = call.plan.key_partial;
   queue_backward_operands(call.launch, problem, args, call.plan);
   if (call.dq.data == nullptr && call.key_output.dk.data == nullptr && call.key_output.dv.data == nullptr) return;
-  if (call.dq.data == nullptr) call.plan.chunks = single_chunk(ds_shape(problem, call.plan.shape));
-  for (const HeadRange& heads : call.plan.chunks.heads)
-    for (size_t i = 0; i < call.plan.chunks.tiles.size(); ++i)
-      queue_chunk(call, heads, call.plan.chunks.tiles[i], i == 0, i + 1 == call.plan.chunks.tiles.size());
+  if (call.dq.data == nullptr)
+    call.plan.chunks = single_chunk(ds_shape(problem, call.plan.shape, call.launch.multiprocessors));
+  call.key_output.by_item = call.plan.chunks.splits_groups();
+  const ChunkPlan& chunks = call.plan.chunks;
+  for (const HeadRange& kv_heads : chunks.kv_heads)
+    for (size_t i = 0; i < chunks.tiles.size(); ++i)
+      for (const HeadRange& group : chunks.group)
+        queue_chunk(call, kv_heads, group, chunks.tiles[i], i == 0, i + 1 == chunks.tiles.size());
 }
 
 void delta(const Problem& problem, const dmattn_backward_args& args) {

@@ -1,6 +1,7 @@
 #include "cuda/schedule/chunks.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cuda/schedule/ds_tiles.h"
 
@@ -30,53 +31,99 @@ int64_t range_end(const DsShape& shape, int64_t first, int64_t limit) {
   return fits * kTilesOfBlock;
 }
 
-int64_t range_count(const DsShape& shape, int64_t limit) {
-  int64_t count = 0;
-  for (int64_t first = 0; first < shape.key_tiles; first = range_end(shape, first, limit)) ++count;
-  return count;
+int64_t most_count(const std::vector<HeadRange>& ranges) {
+  int64_t most = 0;
+  for (const HeadRange& range : ranges) most = std::max(most, range.count);
+  return most;
 }
 
-// The fewest ranges, and among those about the most even (a limit within 2 % of the best: more would cost host time).
-std::vector<TileRange> balanced_ranges(const DsShape& shape, int64_t limit) {
-  const int64_t count = range_count(shape, limit);
-  int64_t low = tiles_of_head(shape, 0, shape.key_tiles) / count;
-  if (count < shape.key_tiles / kTilesOfBlock)
-    while (limit - low > limit / 64 + 1) {
-      const int64_t middle = low + (limit - low) / 2;
-      (range_count(shape, middle) <= count ? limit : low) = middle;
-    }
-  std::vector<TileRange> ranges;
-  for (int64_t first = 0; first < shape.key_tiles; first = ranges.back().end) {
-    const int64_t end = range_end(shape, first, limit);
-    ranges.push_back({first, end, tiles_of_head(shape, first, end)});
+std::vector<HeadRange> even_ranges(int64_t heads, int64_t parts) {
+  std::vector<HeadRange> ranges;
+  for (int64_t i = 0; i < parts; ++i) {
+    const int64_t first = heads * i / parts, end = heads * (i + 1) / parts;
+    ranges.push_back({first, end - first});
   }
   return ranges;
 }
 
-std::vector<HeadRange> balanced_heads(const DsShape& shape, int64_t chunks) {
-  std::vector<HeadRange> heads;
-  for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t first = shape.kv_heads * i / chunks, end = shape.kv_heads * (i + 1) / chunks;
-    heads.push_back({first * shape.group, (end - first) * shape.group});
+// Ranges of keys of at most `limit` tiles of a head, for chunks of `kv_heads`. A range's work items (128 keys of a head)
+// are about equally long, so where CTAs take one or two each, a few more than a multiple of them would cost a round.
+std::vector<TileRange> key_ranges(const DsShape& shape, int64_t limit, int64_t kv_heads) {
+  std::vector<TileRange> ranges;
+  for (int64_t first = 0; first < shape.key_tiles; first = ranges.back().end) {
+    int64_t end = range_end(shape, first, limit);
+    const int64_t each = kv_heads * shape.batch, rounds = (end - first) / kTilesOfBlock * each / shape.ctas;
+    if (end < shape.key_tiles && rounds > 0)
+      end = first + kTilesOfBlock * std::max<int64_t>(1, rounds * shape.ctas / each);
+    ranges.push_back({first, end, tiles_of_head(shape, first, end)});
   }
-  return heads;
+  if (ranges.empty()) ranges.push_back({0, 0, 0});
+  return ranges;
+}
+
+// Query tiles that see a block of 128 keys, of one head.
+int64_t item_length(const DsShape& shape, int64_t block) {
+  if (shape.variable) return kTilesOfBlock * shape.q_blocks / std::max<int64_t>(shape.batch, 1);
+  const int64_t tiles = (shape.q_len + kImageRows - 1) / kImageRows;
+  const int64_t first_query = shape.causal ? block * kBlockRows - (shape.k_len - shape.q_len) : 0;
+  return tiles - std::clamp<int64_t>(first_query / kImageRows, 0, tiles);
+}
+
+// Costs in units of a query tile against 128 keys.
+constexpr double kItemCost = 3;    // K and V, the way out
+constexpr double kChunkCost = 16;  // two launches, and the time until all CTAs are at work
+constexpr double kSumCost = 2;     // 128 rows of dQ that continue from FP32 sums
+
+// Time of the key gradients of a range: items are dealt back and forth, the longest first, so two rounds come out even.
+double range_cost(const DsShape& shape, const TileRange& range, int64_t kv_heads, int64_t group) {
+  const int64_t each = std::max<int64_t>(kv_heads * shape.batch, 1);
+  const int64_t items = (range.end - range.first) / kTilesOfBlock * each;
+  const auto length = [&](int64_t item) {
+    return static_cast<double>(group * item_length(shape, range.first / kTilesOfBlock + item / each)) + kItemCost;
+  };
+  double sum = 0;
+  bool paired = true;
+  for (int64_t item = 0; item < items; item += shape.ctas) {
+    paired = !paired;
+    const int64_t last = std::min(items, item + shape.ctas) - 1;
+    sum += !paired && last + 1 == items ? length(item) : (length(item) + length(last)) / 2;
+  }
+  return sum;
+}
+
+struct Cut {
+  int64_t kv_parts, group_parts;
+  std::vector<TileRange> ranges;
+  double cost;
+};
+
+Cut make_cut(const DsShape& shape, int64_t kv_parts, int64_t group_parts, int64_t limit) {
+  const int64_t kv_heads = (shape.kv_heads + kv_parts - 1) / kv_parts;
+  const int64_t group = (shape.group + group_parts - 1) / group_parts;
+  Cut cut{kv_parts, group_parts, key_ranges(shape, limit / (kv_heads * group), kv_heads), 0};
+  for (const TileRange& range : cut.ranges) cut.cost += range_cost(shape, range, kv_heads, group) + kChunkCost;
+  const auto continued = static_cast<double>((static_cast<int64_t>(cut.ranges.size()) - 1) * kv_heads * group);
+  cut.cost += continued * static_cast<double>(shape.q_blocks) * kSumCost / static_cast<double>(shape.ctas);
+  cut.cost *= static_cast<double>(kv_parts * group_parts);
+  return cut;
 }
 
 }  // namespace
 
 size_t ChunkPlan::code_bytes() const { return static_cast<size_t>(most_tiles * kCodeBytes); }
 size_t ChunkPlan::scale_bytes() const { return static_cast<size_t>(most_tiles * kScaleBytes); }
+int64_t ChunkPlan::most_kv_heads() const { return most_count(kv_heads); }
 
-int64_t ChunkPlan::most_heads() const {
+int64_t ChunkPlan::most_blocks() const {
   int64_t most = 0;
-  for (const HeadRange& range : heads) most = std::max(most, range.count);
+  for (const TileRange& range : tiles) most = std::max(most, (range.end - range.first) / kTilesOfBlock);
   return most;
 }
 
 ChunkPlan single_chunk(const DsShape& shape) {
   const int64_t tiles = tiles_of_head(shape, 0, shape.key_tiles);
-  const int64_t heads = shape.kv_heads * shape.group;
-  return {{{0, heads}}, {{0, shape.key_tiles, tiles}}, heads * tiles};
+  return {
+      {{0, shape.kv_heads}}, {{0, shape.key_tiles, tiles}}, {{0, shape.group}}, shape.kv_heads * shape.group * tiles};
 }
 
 ChunkPlan plan_chunks(const DsShape& shape, size_t cap) {
@@ -84,18 +131,25 @@ ChunkPlan plan_chunks(const DsShape& shape, size_t cap) {
   // The kernels count the tiles of a chunk in 32 bits.
   const auto limit = static_cast<int64_t>(std::min<size_t>(cap / (kCodeBytes + kScaleBytes), INT32_MAX));
   if (all.most_tiles <= limit) return all;
-  ChunkPlan plan{};
-  const int64_t group_tiles = shape.group * all.tiles[0].tiles_per_head;
-  if (const int64_t groups = limit / group_tiles; groups > 0) {
-    plan.heads = balanced_heads(shape, (shape.kv_heads + groups - 1) / groups);
-    plan.tiles = all.tiles;
-  } else {
-    plan.heads = balanced_heads(shape, shape.kv_heads);
-    plan.tiles = balanced_ranges(shape, limit / shape.group);
-  }
+  const int64_t first_block = tiles_of_head(shape, 0, kTilesOfBlock);  // of the most tiles
+  // Variable lengths: how many items a range really has is not known here, so neither is what parted groups need.
+  const int64_t most_group_parts = shape.variable ? 1 : shape.group;
+  Cut best{};
+  const auto part = [](int64_t parts, int64_t most) { return parts == most ? most + 1 : std::min(2 * parts, most); };
+  for (int64_t kv_parts = 1; kv_parts <= shape.kv_heads; kv_parts = part(kv_parts, shape.kv_heads))
+    for (int64_t group_parts = 1; group_parts <= most_group_parts; group_parts = part(group_parts, most_group_parts)) {
+      const int64_t heads =
+          (shape.kv_heads + kv_parts - 1) / kv_parts * ((shape.group + group_parts - 1) / group_parts);
+      const bool smallest = kv_parts == shape.kv_heads && group_parts == most_group_parts;
+      if (heads * first_block > limit && !smallest) continue;
+      Cut cut = make_cut(shape, kv_parts, group_parts, limit);
+      if (best.ranges.empty() || cut.cost < 0.99 * best.cost) best = std::move(cut);
+    }
+  ChunkPlan plan{even_ranges(shape.kv_heads, best.kv_parts), std::move(best.ranges),
+                 even_ranges(shape.group, best.group_parts), 0};
   int64_t widest = 0;
   for (const TileRange& range : plan.tiles) widest = std::max(widest, range.tiles_per_head);
-  plan.most_tiles = plan.most_heads() * widest;
+  plan.most_tiles = plan.most_kv_heads() * most_count(plan.group) * widest;
   return plan;
 }
 

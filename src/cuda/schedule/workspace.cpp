@@ -126,7 +126,7 @@ Shape kernel_shape(const Problem& problem, const Tables& tables) {
   return shape;
 }
 
-DsShape ds_shape(const Problem& problem, const Shape& shape) {
+DsShape ds_shape(const Problem& problem, const Shape& shape, int64_t multiprocessors) {
   return {problem.variable_length,
           problem.causal,
           problem.batch,
@@ -135,7 +135,8 @@ DsShape ds_shape(const Problem& problem, const Shape& shape) {
           shape.sequences.q_blocks,
           kHalves * shape.sequences.k_blocks_max,
           problem.kv_heads,
-          problem.group()};
+          problem.group(),
+          multiprocessors};
 }
 
 ForwardPlan plan_forward(const Problem& problem, void* workspace) {
@@ -149,7 +150,7 @@ ForwardPlan plan_forward(const Problem& problem, void* workspace) {
   return plan;
 }
 
-BackwardPlan plan_backward(const Problem& problem, int64_t key_partial_bytes, void* workspace) {
+BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void* workspace) {
   Layout layout(workspace);
   BackwardPlan plan{};
   plan.tables = take_tables(layout, problem, kernel_shape(problem, {}));
@@ -157,13 +158,16 @@ BackwardPlan plan_backward(const Problem& problem, int64_t key_partial_bytes, vo
   plan.keys = take_keys(layout, problem, plan.shape, true);
   plan.queries = take_queries(layout, problem, plan.shape, true);
   plan.gradients = take_gradients(layout, problem, plan.shape);
-  plan.chunks = plan_chunks(ds_shape(problem, plan.shape), problem.workspace_cap);
+  plan.chunks = plan_chunks(ds_shape(problem, plan.shape, multiprocessors), problem.workspace_cap);
   plan.ds_codes = layout.take<uint8_t>({static_cast<int64_t>(plan.chunks.code_bytes())});
   plan.ds_scale = layout.take<float>({plan.chunks.most_tiles});
-  plan.key_partial = static_cast<float*>(static_cast<void*>(layout.take<uint8_t>({key_partial_bytes})));
+  const int64_t sums = plan.chunks.splits_groups()
+                           ? plan.chunks.most_kv_heads() * problem.batch * plan.chunks.most_blocks()
+                           : multiprocessors;
+  plan.key_partial = layout.take<float>({sums, kHalves, kBlockRows, problem.head_dim});  // dV and dK
   if (plan.chunks.splits_keys())
-    plan.query_partial =
-        layout.take<float>({plan.chunks.most_heads(), plan.shape.sequences.q_blocks, kBlockRows, problem.head_dim});
+    plan.query_partial = layout.take<float>(
+        {plan.chunks.most_kv_heads() * problem.group(), plan.shape.sequences.q_blocks, kBlockRows, problem.head_dim});
   plan.bytes = layout.bytes();
   return plan;
 }

@@ -51,17 +51,17 @@ struct BackwardPlan {
   uint8_t* ds_codes;
   float* ds_scale;
   float* key_partial;
-  float* query_partial;  // of the heads of one chunk; null where no chunk splits the keys
+  float* query_partial;  // of the groups of one chunk's KV heads; null where no chunk splits the keys
   size_t bytes;
 };
 
 // The problem as the kernels see it; `tables` may be all null.
 Shape kernel_shape(const Problem& problem, const Tables& tables);
 int64_t mean_blocks(const Problem& problem);  // of one sequence, if Q were centred
-DsShape ds_shape(const Problem& problem, const Shape& shape);
+DsShape ds_shape(const Problem& problem, const Shape& shape, int64_t multiprocessors);
 
 ForwardPlan plan_forward(const Problem& problem, void* workspace);
-// key_partial_bytes: key_gradients_partial_bytes(), which depends on the GPU.
-BackwardPlan plan_backward(const Problem& problem, int64_t key_partial_bytes, void* workspace);
+// multiprocessors: of the GPU.
+BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void* workspace);
 
 }  // namespace dmattn::cuda
