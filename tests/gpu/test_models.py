@@ -161,7 +161,7 @@ def test_no_layer_waits_for_the_gpu():
     # Transformers and the plan look at position_ids or the mask; more layers must not mean more looks.
     mask, _ = transformers_models.padded("right")
     ids, mask = transformers_models.tokens(*mask.shape).to(DEVICE), mask.to(DEVICE)
-    assert _waits(lambda: ids.sum().item()) == 1
+    assert _waits(lambda: ids.sum().item()) >= 1, "the counter sees nothing"
     for options in ({}, dict(attention_mask=mask)):
         counts = []
         for layers in (2, 6):
