@@ -68,6 +68,7 @@ SHAPES = (
     Shape(2, 32, 8, 128, 8192),
     Shape(2, 32, 32, 64, 8192),
     Shape(2, 16, 16, 128, 2048),
+    Shape(1, 32, 8, 128, 32768),
 )
 QUICK = (SHAPES[0], SHAPES[5])
 TINY = (Shape(1, 4, 2, 64, 128), Shape(1, 2, 2, 128, 192))  # for --device cpu, which only tries this script
