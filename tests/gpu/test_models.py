@@ -6,6 +6,7 @@ Where the twin stands in for the GPU the models are tiny, which checks these tes
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import test_guide
 import transformers_models
 from delta_matching.integrations.transformers import register
 
@@ -143,6 +145,39 @@ def test_every_layer_has_the_bits_of_plain_calls(family, how):
     with transformers_models.spied(model, sequences) as layers:
         model(ids.to(DEVICE), use_cache=False, **options)
     assert layers == [2]
+
+
+# The guide's model, made 0.19 billion weights large.
+LARGER = {
+    "vocab_size=64": "vocab_size=32000",
+    "hidden_size=128": "hidden_size=1024",
+    "intermediate_size=256": "intermediate_size=2816",
+    "num_hidden_layers=2": "num_hidden_layers=12",
+    "num_attention_heads=4": "num_attention_heads=8",
+    "num_key_value_heads=2": "num_key_value_heads=4",
+    "head_dim=64": "head_dim=128",
+    "initializer_range=0.1": "initializer_range=0.02",
+    "lr=2e-3": "lr=3e-4",
+}
+
+
+@pytest.mark.cuda_only
+@pytest.mark.slow
+def test_the_guide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it saves a model
+    text = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    for small, large in LARGER.items():
+        assert text.count(small) == 1, small
+        text = text.replace(small, large)
+    space: dict = {}
+    with torch.device(DEVICE):
+        for block in test_guide.blocks(text):
+            if block.startswith("optimiser ="):
+                space["model"].to(DEVICE)
+            exec(block, space)
+    assert all(parameter.is_cuda for parameter in space["model"].parameters())
+    assert space["losses"][0] > 9 and space["losses"][-1] < 6, space["losses"]
+    assert len(space["watch"].last["layers"]) == 12 and space["watch"].last["not_measured"] == []
 
 
 def _waits(function) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from transformers import PreTrainedModel
-
-from attention64 import MODES
 
 
 def blocks(text: str) -> list[str]:
@@ -25,8 +24,10 @@ def test_guide(root: Path, tmp_path: Path, monkeypatch, capsys):
         line = text[: text.index(block)].count("\n")
         exec(compile("\n" * line + block, f"docs/guide.md, block {index}", "exec"), space)
     model = space["model"]
-    assert isinstance(model, PreTrainedModel) and model.config._attn_implementation == "delta_matching"
+    assert isinstance(model, PreTrainedModel) and model.config._attn_implementation == "delta_matching_onepass"
     # Without attention the best loss of the task is ln 17 = 2.8.
     assert space["losses"][-1] < 2.5
-    assert set(space["document"]["modes"]) == set(MODES) and len(space["layers"]) == 2
+    lines = [json.loads(line) for line in Path("probe.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2] and lines[-1]["not_measured"] == []
+    assert all(len(line["layers"]) == 2 for line in lines)
     assert "row sum of dS" in capsys.readouterr().out
