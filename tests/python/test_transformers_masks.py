@@ -205,3 +205,20 @@ def test_padding_without_causality():
     for row, keys in ((0, slice(3)), (1, slice(7))):
         alone = [x[row : row + 1].transpose(1, 2) for x in (q, k[:, :, keys], v[:, :, keys])]
         assert same_bits(o[row : row + 1], dm_attn_func(*alone))
+
+
+def test_the_default_device_does_not_matter():
+    """As after torch.set_default_device: what is looked at lies on the CPU all the same."""
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, 6:] = 0
+    plan = _masks.make_plan(
+        batch_size=2, q_length=9, kv_length=9, mask_function=masks.causal_mask_function, attention_mask=mask
+    )
+    with torch.device("meta"):
+        again = _masks.make_plan(
+            batch_size=2, q_length=9, kv_length=9, mask_function=masks.causal_mask_function, attention_mask=mask
+        )
+    assert (
+        torch.equal(plan.rows.cu_seqlens_q, again.rows.cu_seqlens_q)
+        and plan.rows.longest_q == again.rows.longest_q == 9
+    )

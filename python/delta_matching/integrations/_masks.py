@@ -62,10 +62,10 @@ def rows_of(ids: Tensor, q_len: int, every_query: bool, device: torch.device) ->
     k_valid = ids > 0
     if most == 1 and bool(k_valid.all()):
         return None
-    first = torch.arange(batch)[:, None] * most  # the number of a batch row's first sequence
+    first = torch.arange(batch, device=ids.device)[:, None] * most  # the number of a batch row's first sequence
     sequence = first + (ids - 1).clamp(min=0)
     if every_query:
-        q_valid, q_sequence = torch.ones(batch, q_len, dtype=torch.bool), first.expand(batch, q_len)
+        q_valid, q_sequence = torch.ones(batch, q_len, dtype=torch.bool, device=ids.device), first.expand(batch, q_len)
     else:
         q_valid, q_sequence = k_valid[:, k_len - q_len :], sequence[:, k_len - q_len :]
     counts = [
@@ -252,7 +252,7 @@ def make_plan(
                 raise RuntimeError("attention_mask: a padding mask cannot be read while a CUDA graph is captured")
             unread = (source == source[:, :1]).all()
         else:
-            ids = torch.ones(batch_size, kv_length, dtype=torch.int64)
+            ids = torch.ones(batch_size, kv_length, dtype=torch.int64, device="cpu")  # whatever Torch's default
             if attention_mask is not None:
                 ids *= _padding(attention_mask, kv_length, kv_offset)
             if pattern.packed is not None:
