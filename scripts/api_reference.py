@@ -166,7 +166,7 @@ def _dedented(lines: list[str]) -> list[str]:
 
 
 def _items(lines: list[str]) -> list[str]:
-    """A list entry for each ``name: text``, however many lines it goes on for; other text stays as it is."""
+    """A list entry for each ``name: text``, however many lines it goes on for; text alone stays text."""
     entries: list[str] = []
     for line in _dedented([line for line in lines if line.strip()]):
         # "TypeError: this. ValueError: that." are two.
@@ -177,14 +177,15 @@ def _items(lines: list[str]) -> list[str]:
         else:
             entries.append(first)
         entries += more
+    found = [_ITEM.fullmatch(entry) for entry in entries]
+    if not any(found):
+        return [_inline(entry) for entry in entries]
     result = []
-    for entry in entries:
-        found = _ITEM.fullmatch(entry)
-        if found is None:
-            result.append(_inline(entry))
-        else:
-            names = ", ".join(f"`{name}`" for name in found[1].split(", "))
-            result.append("- " + f"{names}: {_inline(found[2])}".replace("\n", "\n  "))
+    for entry, item in zip(entries, found, strict=True):
+        text = _inline(entry)
+        if item is not None:
+            text = ", ".join(f"`{name}`" for name in item[1].split(", ")) + f": {_inline(item[2])}"
+        result.append("- " + text.replace("\n", "\n  "))
     return result
 
 

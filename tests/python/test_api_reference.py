@@ -115,7 +115,7 @@ Return `a`; see `other`.
 - `a`: a number
   that goes on.
 - `b`, `c`: two at once.
-the rest: as ever.
+- the rest: as ever.
 
 **Returns:** `a`, at
 once.
