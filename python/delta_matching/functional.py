@@ -18,6 +18,8 @@ Mode = Literal["matched", "onepass", "consistent", "stale"]
 Numerics = Literal["hopper", "paper"]
 Centre = Literal["none", "k", "qk"]
 
+__all__ = ["Centre", "Mode", "Numerics", "dm_attn_func", "dm_attn_varlen_func"]
+
 # What people pass out of habit, and why it stops here: silently ignoring any of these trains another model.
 _UNSUPPORTED = {
     "dropout": "dropout of attention probabilities",
