@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "command.h"
 #include "core/error.h"
@@ -17,6 +18,7 @@ namespace {
 
 constexpr std::size_t kMostLayersShown = 64;  // --json has them all
 constexpr std::size_t kMostChannelsShown = 12;
+constexpr std::size_t kMostGapsShown = 64;
 constexpr std::size_t kLongestName = 40;  // of a layer, in a table
 
 struct ReportOptions {
@@ -26,9 +28,11 @@ struct ReportOptions {
 
 // A layer's name for one cell: its end says more than its beginning.
 std::string cell(const std::string& name) {
-  std::string text = in_quotes(name);
-  text = text.substr(1, text.size() - 2);
-  return text.size() <= kLongestName ? text : "..." + text.substr(text.size() - kLongestName + 3);
+  std::size_t from = name.size() <= kLongestName ? 0 : name.size() - (kLongestName - 3);
+  while (from > 0 && from < name.size() && (static_cast<unsigned char>(name[from]) & 0xc0u) == 0x80u)
+    ++from;  // not within a character
+  const std::string text = in_quotes(std::string_view(name).substr(from));
+  return (from > 0 ? "..." : "") + text.substr(1, text.size() - 2);
 }
 
 double last(const std::vector<double>& values) {
@@ -75,8 +79,15 @@ std::string channel_table(const LiveReport& report) {
 
 std::string gap_lines(const LiveReport& report) {
   std::string text;
-  for (const LiveGap& gap : report.not_measured)
-    text += fmt::format("\n  Not measured in {} steps: {}: {}\n", gap.steps, cell(gap.layer), cell(gap.reason));
+  std::size_t shown = 0;
+  for (const LiveGap& gap : report.not_measured) {
+    if (shown++ == kMostGapsShown) {
+      text +=
+          fmt::format("\n  {} more were not measured; --json has all\n", report.not_measured.size() - kMostGapsShown);
+      break;
+    }
+    text += fmt::format("\n  Not measured in {} steps: {}: {}\n", gap.steps, cell(gap.layer), in_quotes(gap.reason));
+  }
   return text;
 }
 

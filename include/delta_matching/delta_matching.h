@@ -103,7 +103,8 @@ typedef struct dmattn_problem {
   int64_t max_q_len;
   int64_t max_k_len;
   /* CUDA backward: most bytes of dS held at a time; 0 = 1 GiB. Less room means more and smaller launches, and never
-   * changes a bit. A group of query heads against 128 keys is held even where that takes more. */
+   * changes a bit. A query head (with cu_seqlens: a group of them) against 128 keys is held even where that takes more;
+   * FP32 sums between launches come on top, below the cap where they can be. */
   size_t workspace_cap;
 } dmattn_problem;
 

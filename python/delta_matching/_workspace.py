@@ -15,9 +15,10 @@ _cap: int | None = None
 def set_workspace_cap(nbytes: int | None) -> None:
     """Limit the dS that a backward on a GPU holds at a time.
 
-    The backward works through query heads and, where one group of heads is too much, through ranges of keys, so that a
-    lower limit means more and smaller launches. It never changes a bit of the result. A group of query heads against
-    128 keys is held even where that takes more; the operands' codes, linear in the lengths, come on top.
+    The backward works through KV heads, query heads of their groups and ranges of keys, so that a lower limit means more
+    and smaller launches. It never changes a bit of the result. A query head (of packed sequences: a group of them)
+    against 128 keys is held even where that takes more; the operands' codes and FP32 sums between launches, linear in
+    the lengths, come on top.
 
     Args:
         nbytes: bytes, above 0; None means the environment variable ``DELTA_MATCHING_WORKSPACE_CAP`` if it is set, else

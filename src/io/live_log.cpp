@@ -26,6 +26,7 @@ constexpr std::string_view kSchema = "dmattn.live/1";
 constexpr std::size_t kLongestLine = std::size_t{16} << 20;  // 100 layers of 16 heads take a quarter of it
 constexpr std::size_t kMostValues = std::size_t{1} << 26;    // kept of a log: 2,000 steps of 64 layers of 4 heads
 constexpr std::size_t kMostEntries = 65536;                  // of a list in a line
+constexpr int kDeepest = 32;
 constexpr std::size_t kMostModes = 16;
 constexpr int64_t kLargestStep = int64_t{1} << 53;  // exact in a script's numbers
 
@@ -124,7 +125,11 @@ LiveStep step_of(const Field& line) {
   for (const Field& field : line["layers"].list()) {
     LiveLayer layer{field["layer"].text(), {}};
     if (!names.insert(layer.layer).second) field["layer"].fail("must be there once");
-    for (const Field& head : field["heads"].list()) layer.heads.push_back(head_of(head));
+    std::set<int64_t> heads;
+    for (const Field& head : field["heads"].list()) {
+      layer.heads.push_back(head_of(head));
+      if (!heads.insert(layer.heads.back().head).second) head["head"].fail("must be there once");
+    }
     step.layers.push_back(std::move(layer));
   }
   for (const Field& field : line["not_measured"].list())
@@ -147,7 +152,10 @@ class Reader {
   void take(const std::string& text) {
     json document;
     try {
-      document = json::parse(text);
+      document = json::parse(text, [](int depth, json::parse_event_t, json&) {
+        if (depth > kDeepest) throw InvalidValue("nests too deeply");  // each level costs memory
+        return true;
+      });
     } catch (const json::exception&) {  // its own words speak of bytes and states
       throw InvalidValue("is not JSON (NaN and infinity are not, either)");
     }

@@ -58,7 +58,7 @@ TEST(CudaSchedule, CeilTilesOfAnySign) {
 }
 
 DsShape shape_of(bool causal, int64_t batch, int64_t q, int64_t k, int64_t kv_heads = 1, int64_t group = 1) {
-  return {false, causal, batch, q, k, batch * ((q + 127) / 128), even(tiles_of(k)), kv_heads, group, 132};
+  return {false, causal, batch, q, k, batch * ((q + 127) / 128), even(tiles_of(k)), kv_heads, group, 128, 132};
 }
 
 // Every visible tile of the range has a place of its own among the tiles of a head.
@@ -269,6 +269,31 @@ TEST(CudaSchedule, ASmallCapMakesASmallWorkspace) {
   EXPECT_TRUE(cut.chunks.splits_keys());
   EXPECT_NE(cut.query_partial, nullptr);
   EXPECT_LT(cut.bytes, whole.bytes);
+}
+
+// A backward without dQ goes through one chunk whatever the plan, with sums for every CTA.
+TEST(CudaSchedule, SumsHaveRoomForEveryCta) {
+  int split = 0;
+  for (const int64_t length : {4096, 16384})
+    for (const int64_t kv_heads : {4, 8})
+      for (const int64_t cap : {int64_t{1} << 20, int64_t{1} << 26, int64_t{1} << 30}) {
+        Problem problem = problem_of(1, length, length, 8 * kv_heads, kv_heads, false);
+        problem.causal = false;
+        problem.workspace_cap = static_cast<size_t>(cap);
+        const BackwardPlan plan = plan_backward(problem, 132, reinterpret_cast<void*>(256));
+        const auto sums = reinterpret_cast<uintptr_t>(plan.key_partial);
+        const auto next = plan.query_partial ? reinterpret_cast<uintptr_t>(plan.query_partial) : plan.bytes + 256;
+        split += plan.chunks.splits_groups() ? 1 : 0;
+        EXPECT_GE(next - sums, size_t{132} * 2 * 128 * problem.head_dim * 4) << length << ' ' << kv_heads << ' ' << cap;
+      }
+  EXPECT_GT(split, 6);  // whose sums are of items
+}
+
+TEST(CudaSchedule, SumsStayBelowTheCapWhereSomeCutsDo) {
+  Problem problem = problem_of(1, 65536, 65536, 32, 4, false);
+  const BackwardPlan plan = plan_backward(problem, 132, nullptr);
+  const int64_t heads = plan.chunks.most_kv_heads() * 8;
+  EXPECT_TRUE(!plan.chunks.splits_keys() || heads * 512 * 128 * problem.head_dim * 4 <= int64_t{1} << 30);
 }
 
 TEST(CudaSchedule, WorkspacesThatOverflowAreRefused) {

@@ -11,24 +11,27 @@
 
 namespace dmattn::cuda {
 
-// Allows a kernel its dynamic shared memory on the launch's GPU, which the runtime asks for above 48 KB. Once for each
-// GPU: the call takes as long as a launch.
+// Allows a kernel its dynamic shared memory on the current GPU, which the runtime asks for above 48 KB.
 template <auto kKernel, int kBytes>
-cudaError_t allow_shared_memory(const Launch& launch) {
-  static std::atomic<uint64_t> allowed{0};  // a bit for each of the first GPUs
-  const uint64_t bit = launch.device < 64 ? uint64_t{1} << launch.device : 0;
-  if ((allowed.load(std::memory_order_relaxed) & bit) != 0) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
-  return error;
+cudaError_t allow_shared_memory() {
+  return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
 }
 
-// kKernel<<<ctas, kThreads, kBytes>>>(arguments) on the launch's stream.
+// kKernel<<<ctas, kThreads, kBytes>>>(arguments) on the launch's stream. Its shared memory is asked for once for each GPU,
+// since that takes as long as a launch, and again where the GPU has forgotten it (a reset, another context).
 template <auto kKernel, int kThreads, int kBytes, class... Arguments>
 cudaError_t start_kernel(const Launch& launch, int64_t ctas, const Arguments&... arguments) {
-  if (const cudaError_t error = allow_shared_memory<kKernel, kBytes>(launch); error != cudaSuccess) return error;
-  kKernel<<<static_cast<uint32_t>(ctas), kThreads, kBytes, launch.stream>>>(arguments...);
-  return cudaGetLastError();
+  static std::atomic<uint64_t> allowed{0};  // a bit for each of the first GPUs
+  const uint64_t bit = launch.device < 64 ? uint64_t{1} << launch.device : 0;
+  const auto start = [&] {
+    kKernel<<<static_cast<uint32_t>(ctas), kThreads, kBytes, launch.stream>>>(arguments...);
+    return cudaGetLastError();
+  };
+  if ((allowed.load(std::memory_order_relaxed) & bit) != 0)
+    if (const cudaError_t error = start(); error != cudaErrorInvalidValue) return error;
+  if (const cudaError_t error = allow_shared_memory<kKernel, kBytes>(); error != cudaSuccess) return error;
+  allowed.fetch_or(bit, std::memory_order_relaxed);
+  return start();
 }
 
 // call(std::integral_constant<int, D>) for the head dimension.

@@ -95,16 +95,23 @@ struct Cut {
   int64_t kv_parts, group_parts;
   std::vector<TileRange> ranges;
   double cost;
+  double sum_bytes;  // FP32 sums of dQ between ranges of keys, of dV and dK between parts of a group
 };
 
 Cut make_cut(const DsShape& shape, int64_t kv_parts, int64_t group_parts, int64_t limit) {
   const int64_t kv_heads = (shape.kv_heads + kv_parts - 1) / kv_parts;
   const int64_t group = (shape.group + group_parts - 1) / group_parts;
-  Cut cut{kv_parts, group_parts, key_ranges(shape, limit / (kv_heads * group), kv_heads), 0};
+  Cut cut{kv_parts, group_parts, key_ranges(shape, limit / (kv_heads * group), kv_heads), 0, 0};
   for (const TileRange& range : cut.ranges) cut.cost += range_cost(shape, range, kv_heads, group) + kChunkCost;
   const auto continued = static_cast<double>((static_cast<int64_t>(cut.ranges.size()) - 1) * kv_heads * group);
   cut.cost += continued * static_cast<double>(shape.q_blocks) * kSumCost / static_cast<double>(shape.ctas);
   cut.cost *= static_cast<double>(kv_parts * group_parts);
+  int64_t blocks = 0;
+  for (const TileRange& range : cut.ranges) blocks = std::max(blocks, (range.end - range.first) / kTilesOfBlock);
+  const auto block_bytes = static_cast<double>(kBlockRows * shape.head_dim * 4);
+  if (cut.ranges.size() > 1)
+    cut.sum_bytes += static_cast<double>(kv_heads * shape.group * shape.q_blocks) * block_bytes;
+  if (group_parts > 1) cut.sum_bytes += 2 * static_cast<double>(kv_heads * shape.batch * blocks) * block_bytes;
   return cut;
 }
 
@@ -143,6 +150,7 @@ ChunkPlan plan_chunks(const DsShape& shape, size_t cap) {
       const bool smallest = kv_parts == shape.kv_heads && group_parts == most_group_parts;
       if (heads * first_block > limit && !smallest) continue;
       Cut cut = make_cut(shape, kv_parts, group_parts, limit);
+      if (cut.sum_bytes > static_cast<double>(cap) && !smallest) continue;
       if (best.ranges.empty() || cut.cost < 0.99 * best.cost) best = std::move(cut);
     }
   ChunkPlan plan{even_ranges(shape.kv_heads, best.kv_parts), std::move(best.ranges),

@@ -16,7 +16,7 @@ struct DsShape {
   int64_t q_len, k_len;  // of a sequence; not looked at with variable lengths
   int64_t q_blocks;      // padded blocks of 128 queries, all sequences
   int64_t key_tiles;     // 64-key tiles of the longest sequence, rounded up to even
-  int64_t kv_heads, group;
+  int64_t kv_heads, group, head_dim;
   int64_t ctas;  // that work side by side: what makes a cut good or bad, never its results
 };
 
@@ -44,8 +44,9 @@ struct ChunkPlan {
   bool splits_groups() const { return group.size() > 1; }
 };
 
-// The cut that keeps the CTAs busiest (predicted) of those within `cap`, which covers codes and scales. A query head
-// against two key tiles is a chunk even where that is above the cap.
+// The cut that keeps the CTAs busiest (predicted) of those within `cap`, which covers codes and scales; the FP32 sums that
+// a cut needs stay below it as well, where some cut's do. A query head against two key tiles is a chunk even where that is
+// above the cap; with variable lengths, whose groups are not cut, a group.
 ChunkPlan plan_chunks(const DsShape& shape, size_t cap);
 
 // One chunk of everything: for a backward without dQ, which keeps no dS.

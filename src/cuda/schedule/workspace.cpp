@@ -136,6 +136,7 @@ DsShape ds_shape(const Problem& problem, const Shape& shape, int64_t multiproces
           kHalves * shape.sequences.k_blocks_max,
           problem.kv_heads,
           problem.group(),
+          problem.head_dim,
           multiprocessors};
 }
 
@@ -161,9 +162,10 @@ BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void
   plan.chunks = plan_chunks(ds_shape(problem, plan.shape, multiprocessors), problem.workspace_cap);
   plan.ds_codes = layout.take<uint8_t>({static_cast<int64_t>(plan.chunks.code_bytes())});
   plan.ds_scale = layout.take<float>({plan.chunks.most_tiles});
-  const int64_t sums = plan.chunks.splits_groups()
-                           ? plan.chunks.most_kv_heads() * problem.batch * plan.chunks.most_blocks()
-                           : multiprocessors;
+  // Without dQ there is one chunk, whose sums belong to CTAs.
+  const int64_t by_item =
+      plan.chunks.splits_groups() ? plan.chunks.most_kv_heads() * problem.batch * plan.chunks.most_blocks() : 0;
+  const int64_t sums = std::max(by_item, multiprocessors);
   plan.key_partial = layout.take<float>({sums, kHalves, kBlockRows, problem.head_dim});  // dV and dK
   if (plan.chunks.splits_keys())
     plan.query_partial = layout.take<float>(

@@ -100,7 +100,7 @@ function livePanels(d) {
   modes.forEach((mode, m) => {
     byId("live-panels").append(html("h3", {}, `Mode ${mode}`));
     for (const [id, title, pick] of LIVE_MODE_PANELS) {
-      const series = d.layers.filter((layer) => layer.modes[mode])
+      const series = d.layers.filter((layer) => Object.hasOwn(layer.modes, mode))
                          .map((layer) => [layer.layer, pick(layer.modes[mode])]);
       livePanel(title, `live-${m}-${id}`, d.steps, series, true);
     }

@@ -6,7 +6,7 @@ const CENTRED = {
   k: "K centred",
   qk: "Q and K centred"
 };
-const setup = (d) => `${d.numerics} numerics, ${CENTRED[d.centre] ?? d.centre}, on ${d.device}`;
+const setup = (d) => `${d.numerics} numerics, ${Object.hasOwn(CENTRED, d.centre) ? CENTRED[d.centre] : d.centre}, on ${d.device}`;
 
 function errorRows(modes) {
   return modes.map(

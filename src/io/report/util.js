@@ -83,14 +83,12 @@ function decades(values) {
 
 function table(caption, header, rows) {
   const cells = (row) => row.cells.map((text) => html("td", {}, text));
+  const body = html("tbody", {});
+  for (const row of rows)  // one by one: a call takes only so many arguments
+    body.append(html(
+        "tr", row.mode ? {class: `mode-${row.mode}`} : {},
+        html("th", {scope: "row"}, ...(row.mode ? [html("i", {class: "key"})] : []), row.name), ...cells(row)));
   return html(
       "table", {class: "numbers"}, html("caption", {}, caption),
-      html("thead", {}, html("tr", {}, ...header.map((text) => html("th", {scope: "col"}, text)))),
-      html(
-          "tbody", {},
-          ...rows.map(
-              (row) => html(
-                  "tr", row.mode ? {class: `mode-${row.mode}`} : {},
-                  html("th", {scope: "row"}, ...(row.mode ? [html("i", {class: "key"})] : []), row.name),
-                  ...cells(row)))));
+      html("thead", {}, html("tr", {}, ...header.map((text) => html("th", {scope: "col"}, text)))), body);
 }
