@@ -15,8 +15,8 @@ _cap: int | None = None
 def set_workspace_cap(nbytes: int | None) -> None:
     """Limit the dS that a backward on a GPU holds at a time.
 
-    The backward works through KV heads, query heads of their groups and ranges of keys, so that a lower limit means more
-    and smaller launches. It never changes a bit of the result. A query head (of packed sequences: a group of them)
+    The backward works through KV heads, query heads of their groups and ranges of keys, so that a lower limit means
+    more and smaller launches. It never changes a bit of the result. A query head (of packed sequences: a group of them)
     against 128 keys is held even where that takes more; the operands' codes and FP32 sums between launches, linear in
     the lengths, come on top.
 

@@ -5,6 +5,7 @@ Source: docs/method.md (the modes), docs/numerics.md (what is computed).
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Literal, overload
 
@@ -121,8 +122,8 @@ def _attention(
         return result
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, got {causal!r}")
-    if isinstance(softmax_scale, (str, bytes)):
-        raise TypeError(f"softmax_scale: expected a number or None, got {softmax_scale!r}")
+    if softmax_scale is not None and not isinstance(softmax_scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"softmax_scale: expected a number or None, got {type(softmax_scale).__name__}")
     arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, mode, numerics, centre)
     o: Tensor
     lse: Tensor
@@ -137,7 +138,8 @@ def _attention(
         ) from error
     if not return_lse:
         return o
-    if o.requires_grad:
+    # Within vmap the graph belongs to the tensor inside, and o does not show it.
+    if o.requires_grad or (torch.is_grad_enabled() and torch._C._are_functorch_transforms_active()):
         lse = torch.ops.delta_matching.lse_out(lse, o)
     return o, lse
 

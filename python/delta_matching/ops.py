@@ -184,8 +184,8 @@ def _forward(
             workspace_bytes=workspace.nbytes,
         )
         _library.call("forward", problem, ctypes.byref(args))
-    if _record.active is not None:
-        _record.active.forward(out.reference)
+    if (record := _record.active) is not None:  # read once: another thread may end it
+        record.forward(out.reference)
     return out.o, out.lse, out.reference, out.sum, out.o_low
 
 
@@ -266,8 +266,8 @@ def _backward(
             workspace_bytes=workspace.nbytes,
         )
         _library.call("backward", problem, ctypes.byref(args))
-    if _record.active is not None:
-        _record.active.backward(_record.Call(q, k, v, d_o, reference, cu_seqlens_q, cu_seqlens_k, *options))
+    if (record := _record.active) is not None:
+        record.backward(_record.Call(q, k, v, d_o, reference, cu_seqlens_q, cu_seqlens_k, *options))
     return dq, dk, dv
 
 
@@ -331,11 +331,22 @@ def _nobody_watches(tensors: tuple[Any, ...]) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
         and not torch._C._autograd._profiler_enabled()
-        and all(type(x) in _PLAIN for x in tensors)
+        and all(x is None or (type(x) in _PLAIN and not _wrapped(x)) for x in tensors)
     )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _wrapped(tensor: Tensor) -> bool:
+    """What only the dispatcher resolves: a sign that is not in memory, zeros without memory, a batch of vmap (the
+    legacy one is that of torch.autograd.grad(is_grads_batched=True))."""
+    return (
+        tensor.is_neg()
+        or tensor._is_zerotensor()
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or torch._C._functorch.is_legacy_batchedtensor(tensor)
+    )
 
 
 def forward_without_graph(*inputs: Any) -> tuple[Tensor, ...]:

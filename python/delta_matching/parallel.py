@@ -13,6 +13,7 @@ Source: the all-to-all scheme is that of DeepSpeed-Ulysses (arXiv 2309.14509); u
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 from weakref import WeakSet
@@ -89,7 +90,7 @@ def _lengths(given: Sequence[int] | None, own: int, device: torch.device, group:
                 )
             _equal.add(group)
         return (own,) * ranks
-    lengths = tuple(int(length) for length in given)
+    lengths = tuple(operator.index(length) for length in given)
     if len(lengths) != ranks or min(lengths) < 0:
         raise ValueError(f"lengths: expected {ranks} numbers of rows, one for each rank, got {list(lengths)}")
     if lengths[rank] != own:

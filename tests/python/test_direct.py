@@ -83,3 +83,33 @@ def test_second_derivatives_are_still_refused():
     (dq,) = torch.autograd.grad(dm_attn_func(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         dq.sum().backward()
+
+
+def test_what_only_the_dispatcher_resolves():
+    """A sign that is not in memory, zeros without memory, and batches of gradients."""
+    q, k, v = (x.detach() for x in _inputs())
+    assert torch.equal(dm_attn_func(torch._neg_view(q), k, v), dm_attn_func(-q, k, v))
+    inputs = _inputs()
+    o = dm_attn_func(*inputs, causal=True)
+    seeds = torch.stack([torch.ones_like(o), torch.full_like(o, 0.5)])
+    batched = torch.autograd.grad(o, inputs, seeds, is_grads_batched=True, retain_graph=True)
+    for index in range(2):
+        alone = torch.autograd.grad(o, inputs, seeds[index], retain_graph=True)
+        assert all(torch.equal(a[index], b) for a, b in zip(batched, alone, strict=True))
+    zeros = torch.autograd.grad(o, inputs, torch._efficientzerotensor(o.shape, dtype=o.dtype))
+    assert not any(bool(x.any()) for x in zeros)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.125), torch.nn.Parameter(torch.tensor(0.125)), "1", [1.0]])
+def test_a_scale_is_a_number(scale):
+    """A tensor would lose its gradient, and its value would be remembered."""
+    with pytest.raises(TypeError, match="softmax_scale: expected a number or None, got"):
+        dm_attn_func(*_inputs(), softmax_scale=scale)
+
+
+def test_the_gradient_of_lse_is_refused_under_vmap():
+    q, k, v = _inputs()
+    stacked = torch.stack([q.detach(), q.detach()]).requires_grad_()
+    o, lse = torch.func.vmap(lambda x: dm_attn_func(x, k, v, return_lse=True))(stacked)
+    with pytest.raises(RuntimeError, match="lse is not differentiable"):
+        (o.float().sum() + lse.sum()).backward()

@@ -206,3 +206,28 @@ def test_transformers_missing_or_too_old(module, value):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("delta_matching.integrations.transformers needs Transformers 4.56 or newer")
+
+
+@pytest.mark.parametrize(
+    "offsets,keys,positions,message",
+    [
+        ([0, 6, 12], 24, None, "cu_seq_lens_q: expected 24, all rows of the batch, as the last offset, got 12"),
+        ([0, 4, 24], 24, [*range(6), *range(6)], "position_ids: expected the sequences of cu_seq_lens_q"),
+    ],
+)
+def test_offsets_of_something_else(offsets, keys, positions, message):
+    cu = torch.tensor(offsets, dtype=torch.int32)
+    options = dict(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=keys, max_length_k=keys)
+    if positions is not None:
+        options["position_ids"] = torch.tensor([positions, positions])
+    with pytest.raises((TypeError, ValueError), match=message):
+        build()(tokens(2, 12), use_cache=False, **options)
+
+
+def test_padding_between_tokens_counts_for_a_window():
+    """Packed rows leave it out, a window does not."""
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[:, 2:7] = 0
+    function = masks.sliding_window_causal_mask_function(8)
+    with pytest.raises(TypeError, match=r"sliding_window: expected at least the span of tokens .* 12 keys, got 8"):
+        _masks.make_plan(batch_size=2, q_length=12, kv_length=12, mask_function=function, attention_mask=mask)

@@ -175,9 +175,11 @@ def _pattern(mask_function: Callable[..., Any]) -> _Pattern:
         elif name == "remap_positions_for_packed_sequence" and "mask_function" in held:
             pieces.append(held["mask_function"])
         elif name == "packed_sequence_mask_function" and "packed_sequence_mask" in held:
+            if packed is not None:
+                raise TypeError("packed_sequence_mask_function: expected one, got several")
             packed = held["packed_sequence_mask"]
         elif name in ("sliding_window_overlay", "sliding_window_bidirectional_overlay") and "sliding_window" in held:
-            window = held["sliding_window"]
+            window = held["sliding_window"] if window is None else min(window, held["sliding_window"])
         elif name == "causal_mask_function":
             causal = True
         elif name != "bidirectional_mask_function":
@@ -210,6 +212,17 @@ def _padding(attention_mask: Tensor, k_len: int, k_offset: int) -> Tensor:
     if attention_mask.shape[1] != k_len + k_offset:
         raise ValueError(f"attention_mask: expected {k_len + k_offset} columns, got {attention_mask.shape[1]}")
     return attention_mask[:, k_offset:].detach().bool().cpu()
+
+
+def _check_span(valid: Tensor, window: int) -> None:
+    """A window counts padding between tokens too, which packed rows leave out. Errors: TypeError."""
+    inner = (valid.cumsum(-1) > 0) & (valid.flip(-1).cumsum(-1).flip(-1) > 0)
+    holes = (inner & ~valid).any(-1)
+    span = int((inner.sum(-1) * holes).max()) if valid.numel() else 0
+    if span > window:
+        raise TypeError(
+            f"sliding_window: expected at least the span of tokens with padding between them, {span} keys, got {window}"
+        )
 
 
 def make_plan(
@@ -257,6 +270,10 @@ def make_plan(
                 ids *= _padding(attention_mask, kv_length, kv_offset)
             if pattern.packed is not None:
                 ids *= pattern.packed.detach().cpu() + 1
+            if bool(((ids.diff(dim=-1) < 0) & (ids[:, 1:] > 0)).any()):
+                raise TypeError("packed_sequence_mask: expected numbers that never fall")
+            if pattern.window is not None and attention_mask is not None:
+                _check_span(ids > 0, pattern.window)
             every_query = not pattern.causal and pattern.packed is None
             rows = rows_of(ids, q_length, every_query, source.device)
     return Plan(q_length, kv_length, pattern.causal, pattern.window, rows, unread)

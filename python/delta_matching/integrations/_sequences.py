@@ -23,31 +23,37 @@ from ._masks import (
 # Each layer of a pass gets the same position_ids, and to look at their values waits for a GPU. Keys are weak and
 # compare by identity; the version rises when Torch writes to the tensor.
 _seen = WeakTensorKeyDictionary()  # position_ids: what they were, and the rows that they make
+_ended = WeakTensorKeyDictionary()  # offsets that end where they should: their version, and the rows
 _agreed = WeakTensorKeyDictionary()  # offsets of a plan: the position_ids that agree with it, and their version
 
 
 def _rows_of_positions(position_ids: Tensor, batch: int, device: torch.device) -> Rows | None:
     if position_ids.is_inference():  # its writes are not counted
         return rows_of_positions(position_ids, batch, device)
-    state = (position_ids._version, batch, device)
+    state = (position_ids._version, position_ids.data_ptr(), batch, device)
     known = _seen.get(position_ids)
-    if known is None or known[0] != state:
-        known = _seen[position_ids] = (state, rows_of_positions(position_ids, batch, device))
+    # NumPy and .data write without being counted; on the CPU the values themselves are compared.
+    if known is None or known[0] != state or (known[2] is not None and not known[2].equal(position_ids)):
+        values = position_ids.clone() if position_ids.device.type == "cpu" else None
+        known = _seen[position_ids] = (state, rows_of_positions(position_ids, batch, device), values)
     rows: Rows | None = known[1]
     return rows
 
 
-def _check_agreement(position_ids: Tensor, rows: Rows, batch: int) -> None:
+OTHER_SEQUENCES = "position_ids: expected the sequences of cu_seq_lens_q, got one that starts within one of those"
+
+
+def _check_agreement(position_ids: Tensor, rows: Rows, batch: int, message: str = PADDED_AND_PACKED) -> None:
     """Errors: TypeError for a sequence that starts within one of the plan's."""
     if torch.compiler.is_compiling() or _device.capturing(position_ids.device):
-        torch._assert_async(positions_agree(position_ids, rows, batch), PADDED_AND_PACKED)
+        torch._assert_async(positions_agree(position_ids, rows, batch), message)
         return
     version = None if position_ids.is_inference() else position_ids._version
     known = _agreed.get(rows.cu_seqlens_q)
     if version is not None and known is not None and known[0] is position_ids and known[1] == version:
         return
     if not bool(positions_agree(position_ids, rows, batch)):
-        raise TypeError(PADDED_AND_PACKED)
+        raise TypeError(message)
     _agreed[rows.cu_seqlens_q] = (position_ids, version)
 
 
@@ -80,6 +86,19 @@ def _packed_by_offsets(given: dict[str, Any], plan: Plan) -> Rows | None:
         raise TypeError("cu_seq_lens_q: expected without padding, got an attention_mask with zeros too")
     cu_q, cu_k = (given[name].to(torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     return Rows(None, None, cu_q, cu_k, int(given["max_length_q"]), int(given["max_length_k"]))
+
+
+def _check_end(name: str, offsets: Tensor, rows: int) -> None:
+    """Offsets speak of all rows of the batch, cached keys included. Errors: ValueError."""
+    if torch.compiler.is_compiling() or _device.capturing(offsets.device):
+        torch._assert_async(offsets[-1] == rows, f"{name}: expected {rows}, all rows of the batch, as the last offset")
+        return
+    state = None if offsets.is_inference() else (offsets._version, rows)
+    if state is not None and _ended.get(offsets) == state:
+        return
+    if (last := int(offsets[-1])) != rows:
+        raise ValueError(f"{name}: expected {rows}, all rows of the batch, as the last offset, got {last}")
+    _ended[offsets] = state
 
 
 def plan_of(mask: object, query: Tensor, key: Tensor, causal: bool, explicit: bool) -> Plan:
@@ -122,6 +141,11 @@ def sequences(plan: Plan, offsets: dict[str, Any], position_ids: Tensor | None, 
     """
     rows = _packed_by_offsets(offsets, plan)
     if rows is not None:
+        batch = query.shape[0]
+        _check_end("cu_seq_lens_q", rows.cu_seqlens_q, batch * plan.q_len)
+        _check_end("cu_seq_lens_k", rows.cu_seqlens_k, batch * plan.k_len)
+        if position_ids is not None and plan.q_len == plan.k_len and position_ids.shape[-1] == plan.q_len > 1:
+            _check_agreement(position_ids, rows, batch, OTHER_SEQUENCES)
         return rows
     if plan.unread is not None:
         require_one_sequence(plan.unread)

@@ -139,11 +139,16 @@ class LiveProbe:
         """
         if self._model is None or not self._entered:
             raise RuntimeError("probe: step() was called outside the with block")
-        if self._pending is not None and self._pending.done():
-            self.flush()
-        if self._capture is not None:
-            self._conclude(self._capture)
-        self._step += 1
+        if self._capture is not None and self._capture.running:
+            raise RuntimeError("probe: step() was called while the model's forward runs; call it after")
+        try:
+            if self._pending is not None and self._pending.done():
+                self.flush()
+            if self._capture is not None:
+                self._conclude(self._capture)
+        finally:  # a caller that goes on after an error must not have its steps numbered anew
+            self._release()
+            self._step += 1
         self._begin()
 
     def flush(self) -> None:

@@ -68,11 +68,19 @@ class Capture:
         stack.append(_Frame(name))
         return len(stack) - 1
 
-    def leave(self) -> int:
-        """The innermost module ends; returns how many are left."""
+    def leave(self, name: str) -> int | None:
+        """The innermost module ends; returns how many are left, None for one that never started: a pre-hook before
+        ours raised."""
         stack = self._stack()
+        if not stack or stack[-1].name != name:
+            return None
         stack.pop()
         return len(stack)
+
+    @property
+    def running(self) -> bool:
+        """Whether a module is running on this thread."""
+        return bool(self._stack())
 
     def _stack(self) -> list[_Frame]:
         stack: list[_Frame] | None = getattr(self._running, "stack", None)
@@ -230,7 +238,7 @@ class Hooks:
         for name, module in modules.hooked:
             self._handles.append(module.register_forward_pre_hook(self._starts(name)))
             # Always: a recomputation under checkpointing ends by an exception once it has what it needs.
-            self._handles.append(module.register_forward_hook(self._ends, always_call=True))
+            self._handles.append(module.register_forward_hook(self._ends(name), always_call=True))
 
     def _starts(self, name: str) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -240,10 +248,13 @@ class Hooks:
 
         return hook
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._capture.leave() == 0 and self._see_sdpa:
-            self._modes.active.__exit__(None, None, None)
-            self._modes.active = None
+    def _ends(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._capture.leave(name) == 0 and self._see_sdpa:
+                self._modes.active.__exit__(None, None, None)
+                self._modes.active = None
+
+        return hook
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -37,7 +37,7 @@ class LogFile:
             first = file.readline()
             try:
                 known = json.loads(first).get("schema") == SCHEMA
-            except (ValueError, AttributeError):
+            except (ValueError, AttributeError, RecursionError):
                 known = False
             # A first line that is cut short can only be told by how it begins.
             if not known and not (not first.endswith(b"\n") and first.startswith(f'{{"schema": "{SCHEMA}"'.encode())):
