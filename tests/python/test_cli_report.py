@@ -180,7 +180,7 @@ def test_bad_fields_are_named(log: Path, change: Callable[[dict[str, Any]], None
 
 @pytest.mark.parametrize(
     "text",
-    ["", "nonsense", "{", '{"schema": "dmattn.live/1"', "[]]", "NaN", '"\xff"', "1e999", "[" * 100_000, "\0" * 100],
+    ["", "nonsense", "{", '{"schema": "dmattn.live/1"', "[]]", "NaN", '"\xff"', "1e999", "[" * 30, "\0" * 100],
     ids=range(10),
 )
 def test_lines_that_are_no_json(log: Path, text: str) -> None:
@@ -188,6 +188,19 @@ def test_lines_that_are_no_json(log: Path, text: str) -> None:
     lines[2] = text
     log.write_bytes(("\n".join(lines) + "\n").encode("latin-1"))
     refused("report", log, says="line 3: is not JSON")
+
+
+@pytest.mark.parametrize("text", ["[" * 34, "[" * 100_000, '{"a":' * 40 + "1" + "}" * 40], ids=range(3))
+def test_lines_that_nest_too_deeply(log: Path, text: str) -> None:
+    lines = log.read_text().splitlines()
+    lines[2] = text
+    log.write_text("\n".join(lines) + "\n")
+    refused("report", log, says="line 3: nests too deeply")
+
+
+def test_a_head_is_there_once(log: Path) -> None:
+    changed(log, lambda one: one["layers"][0]["heads"].append(one["layers"][0]["heads"][0]))
+    refused("report", log, says="must be there once")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
