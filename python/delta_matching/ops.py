@@ -3,8 +3,8 @@
 Both are functional: they read their inputs and return new, contiguous tensors, so they trace, checkpoint and replay
 without side effects. The real kernels run the shared library on CPU tensors, or queue its kernels on the current stream
 of the tensors' GPU; the fake kernels allocate through the same functions as the real ones, so sizes, dtypes and strides
-cannot drift apart. Inductor's cache on disk does not see
-a fake kernel: a change of an output's shape needs another operator name. Users call :mod:`delta_matching.functional`.
+cannot drift apart. Inductor's cache on disk does not see a fake kernel: a change of an output's shape needs another
+operator name. Users call :mod:`delta_matching.functional`.
 
 Layout, BF16: q, o, d_o, dq ``[batch, q_len, q_heads, head_dim]`` and k, v, dk, dv ``[batch, k_len, kv_heads,
 head_dim]``; with cu_seqlens ``[total, heads, head_dim]``. Row vectors (lse, reference), FP32: ``[batch, q_heads,

@@ -81,7 +81,7 @@ TEST(AbiDevice, AvailabilityIsAnAnswerAndNoError) {
 }
 
 TEST(AbiDevice, CallsWithoutAGpuSayWhy) {
-  if (have_gpu()) GTEST_SKIP() << "there is a GPU";
+  if (have_gpu()) GTEST_SKIP() << "needs a machine without a GPU";
   Call call;
   const dmattn_status expected = kHaveCuda ? DMATTN_DEVICE_ERROR : DMATTN_UNSUPPORTED;
   const char* says = kHaveCuda ? "device: no GPU can be used: " : "this build has no CUDA backend";
@@ -100,26 +100,9 @@ TEST(AbiDevice, CallsWithoutAGpuSayWhy) {
   }
 }
 
-TEST(AbiDevice, HostMemoryIsRefused) {
-  if (!have_gpu()) GTEST_SKIP() << "no GPU";
-  Call call;
-  EXPECT_EQ(call.workspace(), DMATTN_OK) << dmattn_last_error();
-  EXPECT_EQ(call.forward(), DMATTN_INVALID_VALUE);
-  expect_says("args.workspace_bytes: expected at least");
-  std::vector<char> host(1 << 24);
-  dmattn_forward_args args{};
-  args.struct_size = sizeof args;
-  args.q = args.k = args.v = args.o = call.tensor();
-  args.workspace = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(host.data()) + 255) / 256 * 256);
-  args.workspace_bytes = host.size() - 256;
-  EXPECT_EQ(dmattn_forward(&call.problem, &args), DMATTN_INVALID_VALUE);
-  expect_says("args.workspace: expected memory of GPU 0, got host memory");
-  EXPECT_EQ(call.memory, std::vector<uint16_t>(2 * 8 * 64));
-}
-
 // What is refused by name before anyone looks for a GPU.
 TEST(AbiDevice, RefusalsOfTheBackendNameTheArgument) {
-  if (!kHaveCuda) GTEST_SKIP() << "no CUDA backend in this build";
+  if (!kHaveCuda) GTEST_SKIP() << "needs a build with the CUDA backend (scripts/test build_cuda)";
   const auto refused = [](void (*spoil)(dmattn_problem&), dmattn_status status, const char* says) {
     Call call;
     spoil(call.problem);
@@ -141,7 +124,7 @@ TEST(AbiDevice, RefusalsOfTheBackendNameTheArgument) {
 }
 
 TEST(AbiDevice, WhatRunsOnTheCpuAloneIsRefused) {
-  if (!kHaveCuda) GTEST_SKIP() << "no CUDA backend in this build";
+  if (!kHaveCuda) GTEST_SKIP() << "needs a build with the CUDA backend (scripts/test build_cuda)";
   Call call;
   for (const int32_t operand : {DMATTN_OPERAND_Q, DMATTN_OPERAND_D_O}) {
     EXPECT_EQ(call.quantise(operand), DMATTN_UNSUPPORTED);

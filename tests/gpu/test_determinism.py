@@ -297,7 +297,7 @@ def test_graph_refuses_offsets_on_the_cpu():
 def test_another_gpu(judge, mode):
     """A call on a GPU that is not the current one: the same bits, and the current GPU stays."""
     if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
+        pytest.skip(f"needs two GPUs, Torch finds {torch.cuda.device_count()}")
     case = square(mode, 128, 500, (4, 2))
     x = gaussian(case)
     expected, other = run(case, x), run(case, x, torch.device("cuda:1"))

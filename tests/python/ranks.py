@@ -14,7 +14,7 @@ import multiprocessing.connection
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -110,3 +110,16 @@ class Ranks:
                 self._stop()  # the others may wait for the one that failed
                 raise AssertionError(f"of ranks {sorted(waiting.values())}, one failed:\n{text}")
         return [results[rank] for rank in range(self.world)]
+
+
+def words(calls: Iterable[Callable[[], object]]) -> list[str]:
+    """What each call is refused with, or "not refused"."""
+    messages = []
+    for call in calls:
+        try:
+            call()
+        except (TypeError, ValueError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        else:
+            messages.append("not refused")
+    return messages
