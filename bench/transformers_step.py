@@ -33,6 +33,8 @@ from delta_matching.integrations.transformers import register
 
 MODES = ("onepass", "matched", "consistent", "stale")
 
+NO_ATTENTION = "none"  # what a step takes without attention; the rest of the others' time is their attention
+
 EXAMPLES = """examples:
   export DELTA_MATCHING_LIBRARY=build/cuda/src/libdelta_matching.so
   python bench/transformers_step.py                                 # onepass and matched at 2k, 8k and 32k
@@ -126,9 +128,21 @@ def sdpa(model: PreTrainedModel, on_gpu: bool) -> Contender:
     return Contender("sdpa default", "sdpa", contextlib.nullcontext)
 
 
+def _register_none() -> str:
+    """No attention: a sum of q, k and v takes its place, so that all around it runs forward and backward."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **_: Any) -> Any:
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        return (grouped + (key + value)[:, :, None]).flatten(1, 2).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("no_attention", attend)
+    AttentionMaskInterface.register("no_attention", lambda **_: None)
+    return "no_attention"
+
+
 def contenders(model: PreTrainedModel, modes: list[str], on_gpu: bool) -> list[Contender]:
     ours = [Contender(f"delta_matching {mode}", register(mode), contextlib.nullcontext) for mode in modes]
-    return [sdpa(model, on_gpu), *ours]
+    return [sdpa(model, on_gpu), *ours, Contender(NO_ATTENTION, _register_none(), contextlib.nullcontext)]
 
 
 # --- Timing ----------------------------------------------------------------------------------------------------------
@@ -182,17 +196,20 @@ def markdown(document: dict[str, Any]) -> str:
     lines = [
         f"{document['gpu']}, torch {document['torch']}, Transformers {document['transformers']}, "
         f"{document['model']['parameters'] / 1e9:.2f} billion weights, head_dim {document['model']['head_dim']}, "
-        f"median of {document['rounds']} interleaved steps. `×` is the speed relative to SDPA.",
+        f"median of {document['rounds']} interleaved steps. `×` is the speed relative to SDPA; attention's share is "
+        "what a step takes beyond one without attention.",
         "",
-        "| context | batch | attention | step ms | tokens/s | × | peak GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| context | batch | attention | step ms | tokens/s | × | attention's share | peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    without = {run["context"]: run["step_ms"] for run in document["runs"] if run["attention"] == NO_ATTENTION}
     base = {run["context"]: run["step_ms"] for run in document["runs"] if run["attention"].startswith("sdpa")}
     for run in document["runs"]:
         peak = "–" if run["peak_bytes"] is None else f"{run['peak_bytes'] / 2**30:.1f}"
         lines.append(
             f"| {run['context']} | {run['batch']} | {run['attention']} | {run['step_ms']:.1f} | "
-            f"{run['tokens_per_second']:,.0f} | {base[run['context']] / run['step_ms']:.2f} | {peak} |"
+            f"{run['tokens_per_second']:,.0f} | {base[run['context']] / run['step_ms']:.2f} | "
+            f"{1 - without[run['context']] / run['step_ms']:.0%} | {peak} |"
         )
     return "\n".join(lines) + "\n"
 

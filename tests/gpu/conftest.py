@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-for folder in ("python", "tests/python", "tests/gpu"):
+for folder in (".", "python", "tests/python", "tests/gpu"):
     if str(ROOT / folder) not in sys.path:
         sys.path.insert(0, str(ROOT / folder))
 os.environ.setdefault("DELTA_MATCHING_LIBRARY", str(ROOT / "build" / "release" / "src" / "libdelta_matching.so"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))  # the package train
 
 if os.environ.get("DELTA_MATCHING_TEST_INSTALLED") != "1":
     sys.path.insert(0, str(ROOT / "python"))

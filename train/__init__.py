@@ -1,0 +1,1 @@
+"""Trains decoder language models with FP8 attention; ``python -m train --help``."""

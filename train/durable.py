@@ -1,0 +1,84 @@
+"""Files that are on the disk once written, and are checked byte for byte when read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+#: What the system says of a disk, a quota or a file that can hold no more.
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PIECE: Final = 1 << 24  # bytes written or read at once
+
+
+def write(path: Path, buffers: Iterator[memoryview]) -> str:
+    """Write a new file through to the disk; its sha256. Errors: OSError."""
+    digest = hashlib.sha256()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for buffer in buffers:
+            digest.update(buffer)
+            at = 0
+            while at < len(buffer):
+                at += os.write(handle, buffer[at : at + _PIECE])
+        os.fsync(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+        raise
+    os.close(handle)  # network file systems tell of a full disk here
+    return digest.hexdigest()
+
+
+def sync(folder: Path) -> None:
+    """The names in a folder, through to the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors from within become a ValueError that names the file, in one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise ValueError(f"checkpoint: {path}: {reason}") from error
+    except MemoryError as error:
+        raise ValueError(f"checkpoint: {path}: does not fit into memory") from error
+    except ValueError as error:
+        raise ValueError(f"checkpoint: {path}: {error}") from error
+
+
+def size(path: Path) -> int:
+    """Bytes of a file. Errors: ValueError unless it is one (a pipe would be waited for without end); OSError."""
+    found = path.stat().st_size
+    if not path.is_file():
+        raise ValueError("is not a file")
+    return found
+
+
+def pieces(path: Path, entry: dict[str, Any]) -> Iterator[bytes]:
+    """The file in pieces, which hold only once the last has come.
+
+    Errors: ValueError unless the file has the ``bytes`` and, known at its end, the ``sha256`` of the entry; OSError.
+    """
+    found, expected = size(path), entry["bytes"]
+    if found != expected:
+        raise ValueError(f"expected {expected} bytes, got {found}")
+    if found > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise ValueError(f"its {found} bytes do not fit into memory")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            yield piece
+    if digest.hexdigest() != entry["sha256"]:
+        raise ValueError(f"damaged: its sha256 is {digest.hexdigest()[:12]}..., expected {entry['sha256'][:12]}...")
