@@ -135,11 +135,11 @@ def command_compare(chosen: argparse.Namespace) -> int:
 def module_main(command: str) -> Callable[[Sequence[str]], int]:
     """``main(arguments)`` of the commands that have a file of their own."""
     if command == "corpus":
-        from .corpus import main
+        from .text.corpus import main
     elif command == "prepare":
-        from .data import main
+        from .text.data import main
     elif command == "recall":
-        from .recall import main
+        from .text.recall import main
     elif command == "bias":
         from .bias import main
     elif command == "import":

@@ -23,10 +23,10 @@ import torch
 from tqdm import tqdm
 
 from . import config as configuration
-from . import durable
+from .checkpoint import durable
 from .log import read
 from .run import differences
-from .tokens import read_json
+from .text.tokens import read_json
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def probed_part(path: Path) -> dict[str, Any]:
 
 
 def thinned(losses: Sequence[float], points: int = 60) -> list[list[float]]:
-    """``[last step, mean loss]`` of at most ``points`` equal stretches."""
+    """``[last step, mean loss]`` of at most ``points`` equal stretches; a last one of less than half is left out."""
     length = max(1, -(-len(losses) // points))
     parts = [losses[at : at + length] for at in range(0, len(losses), length)]
     if len(parts) > 1 and 2 * len(parts[-1]) < length:  # too few steps for a mean beside the others
@@ -310,6 +310,7 @@ def markdown(document: dict[str, Any]) -> str:
     """A row for each point, a column for each seed; beside it the gap to exact with the same seed."""
     runs = document["runs"]
     seeds = sorted({run["seed"] for run in runs})
+    failed = {line.partition(": ")[0] for line in document.get("failed", ())}
     exact = {(point(run["labels"]), run["seed"]): run["validation"] for run in runs if run["labels"]["mode"] == "exact"}
     head = ["run", *(f"seed {seed}" for seed in seeds), "gap to exact", "residual", "after the cast", "gain"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -324,14 +325,19 @@ def markdown(document: dict[str, Any]) -> str:
         ]
         shown = [labels["mode"], *(f"{k.partition('.')[2]} {v}" for k, v in labels.items() if k != "mode")]
         cells = [", ".join(shown)]
-        for seed, value in zip(seeds, values, strict=True):
-            stopped = by_seed.get(seed, {}).get("stopped")
-            cells.append("stopped" if value is None and stopped else "-" if value is None else f"{value:.4f}")
+        cells += [seed_cell(by_seed.get(seed, {}), failed) for seed in seeds]
         cells.append(" / ".join(f"{gap:+.3f}" for gap in gaps) or "-")
         cells += [probe_cell(group, labels["mode"], kind) for kind in ("residual", "residual_after_cast")]
         cells.append(gain_cell(group))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def seed_cell(run: dict[str, Any], failed: set[str]) -> str:
+    """A run's validation loss, or why there is none: it became not finite, or its process ended with an error."""
+    if run.get("validation") is not None:
+        return f"{run['validation']:.4f}"
+    return "stopped" if run.get("stopped") else "failed" if run.get("name") in failed else "-"
 
 
 def probe_cell(group: Sequence[dict[str, Any]], mode: str, kind: str) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from . import durable
+from .checkpoint import durable
 
 SCHEMA: Final = "dmattn.train/1"
 _NUMBERS: Final = {

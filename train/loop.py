@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from delta_matching import probe, version
 
-from . import distributed, optim, tokens
+from . import distributed, optim
 from .config import MODES, Config
 from .log import TrainLog, read
 from .model import cross_entropy
 from .run import Run, differences, prepare, repeatable, resume, save, warn
+from .text import tokens
 
 __all__ = ["NotFinite", "Run", "differences", "prepare", "repeatable", "resume", "save", "train"]
 
@@ -240,7 +241,7 @@ def conclude(run: Run, out: Path, log: TrainLog) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in run.plain.parameters()),
     }
     if run.config.train.recall_lengths and finite:
-        from .recall import recall
+        from .text.recall import recall
 
         result["recall"] = recall(
             run.plain, run.data.tokens, run.data.text("valid"), run.config.train.recall_lengths, device=run.device

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from . import checkpoint, data, distributed, optim
+from . import checkpoint, distributed, optim
 from .config import Config
 from .log import TrainLog
 from .model import Decoder
+from .text import data
 
 
 @dataclass

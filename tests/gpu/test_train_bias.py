@@ -1,4 +1,4 @@
-"""train/bias_measure.py on a GPU: the same bits twice, exact in FP32, and errors of the size that the twin has."""
+"""train/bias/measure.py on a GPU: the same bits twice, exact in FP32, and errors of the size that the twin has."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if sys.version_info < (3, 11):
     pytest.skip("train/ needs Python 3.11", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train.bias_measure import KeyColumns, Measured, chosen_weights, gradients, measure
-from train.bias_statistics import noise_square
+from train.bias.measure import KeyColumns, Measured, chosen_weights, gradients, measure
+from train.bias.statistics import noise_square
 from train.config import REFERENCE, AttentionConfig, ModelConfig
 from train.loop import repeatable
 from train.model import Decoder

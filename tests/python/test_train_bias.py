@@ -1,4 +1,4 @@
-"""train/bias*.py: statistics against brute force and on streams of known bias, and the whole with planted errors."""
+"""train/bias/: statistics against brute force and on streams of known bias, and the whole with planted errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ if sys.version_info < (3, 11):
     pytest.skip("train/ needs Python 3.11", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train import bias, bias_table, checkpoint, data
-from train.bias_measure import measure
-from train.bias_statistics import BlockSums, Moments, copies, noise_square, pooled, squared_mean, squared_ratio
+from train import bias, checkpoint
+from train.bias import table
+from train.bias.command import load_model
+from train.bias.measure import Batch, measure
+from train.bias.statistics import BlockSums, Moments, copies, noise_square, pooled, squared_mean, squared_ratio
 from train.config import REFERENCE, AttentionConfig, ModelConfig
 from train.model import Decoder, cross_entropy
+from train.text import data
 
 CPU = torch.device("cpu")
 
@@ -80,7 +83,7 @@ def test_counter_holds_few_copies() -> None:
 def test_pieces_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = stream(2, 16, 100, 0.5)
     whole = counted(vectors)
-    monkeypatch.setattr("train.bias_statistics._PIECE", 7)
+    monkeypatch.setattr("train.bias.statistics._PIECE", 7)
     np.testing.assert_allclose(counted(vectors).gram, whole.gram, rtol=1e-12, atol=1e-14)
 
 
@@ -101,7 +104,7 @@ def test_intervals_hold_the_bias(batches: int, bias_norm: float, least: float) -
 def test_noise_and_where_it_meets_the_bias() -> None:
     moments = counted(stream(3, 256, 2000, 0.25))
     assert noise_square(moments) == pytest.approx(1.0, rel=0.02)
-    meeting = bias_table.equal_at(moments)
+    meeting = table.equal_at(moments)
     assert meeting is not None
     assert meeting["batches"] == pytest.approx(16.0, rel=0.15)  # 1 / 0.25^2
     assert meeting["low"] < 16.0 < meeting["high"]
@@ -109,7 +112,7 @@ def test_noise_and_where_it_meets_the_bias() -> None:
     assert roots[0] == pytest.approx(math.sqrt(1 + 0.25**2), rel=0.02)
     assert roots[-1] == pytest.approx(math.sqrt(1 / 256 + 0.25**2), rel=0.05)
     assert np.isnan(moments.spread[-1]) and (moments.spread[:-1] > 0).all()
-    assert bias_table.equal_at(counted(stream(3, 256, 2000, 0.0))) is None
+    assert table.equal_at(counted(stream(3, 256, 2000, 0.0))) is None
 
 
 def test_pooled_is_the_concatenation() -> None:
@@ -141,7 +144,7 @@ def test_nan_stays() -> None:
     found = squared_mean(moments)
     assert all(math.isnan(value) for value in (found.square, found.root, found.low, found.high, moments.mean_square))
     assert not found.seen
-    assert bias_table.share(math.nan, 1.0) is None and bias_table.share(1.0, 0.0) is None
+    assert table.share(math.nan, 1.0) is None and table.share(1.0, 0.0) is None
 
 
 @pytest.mark.parametrize("batches", [0, -4, 2, 3, 12, 255])
@@ -166,7 +169,7 @@ SHAPE = ModelConfig(width=32, layers=2, heads=4, kv_heads=2, head_dim=8, qk_norm
 WEIGHTS = ("q", "k", "v", "o", "q_norm", "k_norm")
 
 
-def model_and_batches(shape: ModelConfig = SHAPE) -> tuple[Decoder, bias.Batch]:
+def model_and_batches(shape: ModelConfig = SHAPE) -> tuple[Decoder, Batch]:
     torch.manual_seed(1)
     model = Decoder(shape, AttentionConfig(), 19)
 
@@ -177,7 +180,7 @@ def model_and_batches(shape: ModelConfig = SHAPE) -> tuple[Decoder, bias.Batch]:
     return model, batch
 
 
-def naive(model: Decoder, batch: bias.Batch, attention: AttentionConfig, at: int) -> dict[str, Tensor]:
+def naive(model: Decoder, batch: Batch, attention: AttentionConfig, at: int) -> dict[str, Tensor]:
     """Gradients of layer 1's weights and its key columns, by .grad and a replaced core."""
     model.zero_grad()
     model.set_attention(attention)
@@ -199,7 +202,7 @@ def test_measures_what_a_plain_loop_measures() -> None:
     model, batch = model_and_batches()
     matched, stale = (AttentionConfig(mode, "paper") for mode in ("matched", "stale"))
     measured = measure(model, batch, {"stale": stale, "matched": matched}, 4, against="matched")
-    document = bias_table.rows(measured.moments, measured.elements, measured.magnitudes)
+    document = table.rows(measured.moments, measured.elements, measured.magnitudes)
     assert document["batches"] == [1, 2, 4]
     model.requires_grad_(True)
     exact, old, new = ([naive(model, batch, way, at) for at in range(4)]
@@ -256,7 +259,7 @@ def planted(size: float, noise: float) -> dict:
 
     module.v.weight.register_hook(plant)
     measured = measure(model, batch, {"planted": mode}, 64)
-    document = bias_table.rows(measured.moments, measured.elements, measured.magnitudes)
+    document = table.rows(measured.moments, measured.elements, measured.magnitudes)
     return {
         (row["layer"], row["parameter"]): {**row, "scale": own["scale"]}
         for row, own in zip(document["modes"], document["exact"], strict=True)
@@ -395,5 +398,5 @@ def test_checkpoints_that_disagree_with_themselves(
     texts = data.open(folders / "data")
     save(tmp_path / "bad", texts, **changes)
     with pytest.raises(ValueError) as caught:
-        bias.load_model(tmp_path / "bad", texts)
+        load_model(tmp_path / "bad", texts)
     assert str(caught.value).endswith(message.replace("25", str(texts.tokens.size))), caught.value

@@ -161,6 +161,7 @@ def test_what_is_done_is_not_repeated_and_what_fails_stops_nothing(
     assert begun == ["exact-seed_0", "stale-seed_0", "matched-seed_0"]
     document = json.loads((out / "compare.json").read_text(encoding="utf-8"))
     assert document["failed"] == ["stale-seed_0: error: this one was to fail"] and document["config"] == "tiny.toml"
+    assert "| stale | failed | - |" in (out / "compare.md").read_text(encoding="utf-8")
     exact, stale, matched = document["runs"]
     result = json.loads((out / "matched-seed_0" / "result.json").read_text(encoding="utf-8"))
     assert matched["validation"] == result["validation"] and stale["validation"] is None
@@ -168,7 +169,7 @@ def test_what_is_done_is_not_repeated_and_what_fails_stops_nothing(
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown(document).splitlines()]
     assert table[0] == ["run", "seed 0", "gap to exact", "residual", "after the cast", "gain"]
     assert table[2][:3] == ["exact", f"{exact['validation']:.4f}", "+0.000"]
-    assert table[3][:3] == ["stale", "-", "-"]
+    assert table[3][:3] == ["stale", "failed", "-"]
     assert table[4][2] == f"{matched['validation'] - exact['validation']:+.3f}"
     assert float(table[4][3]) == pytest.approx(matched["probe"]["residual"]["matched"], rel=0.05)
 
@@ -316,14 +317,50 @@ def test_gaps_are_to_exact_at_the_same_point_and_seed() -> None:
     assert lines[3].startswith("| stale, centre k, lr 2 | 3.1250 | - |")
 
 
-@given(st.lists(st.floats(-100, 100), max_size=300), st.integers(1, 70))
-def test_thinned_curves(losses: list[float], points: int) -> None:
+def test_a_grid_over_the_model_has_points_of_its_own() -> None:
+    """The label "mode" is no prefix: "model.width" tells points apart."""
+    losses = {("exact", "16"): 1.0, ("exact", "32"): 3.0, ("stale", "16"): 1.5, ("stale", "32"): 3.125}
+    runs = [
+        {"labels": {"mode": mode, "model.width": width}, "seed": 0, "validation": loss}
+        for (mode, width), loss in losses.items()
+    ]
+    lines = markdown({"runs": runs}).splitlines()[2:]
+    assert [line.split("|")[3].strip() for line in lines] == ["+0.000", "+0.000", "+0.500", "+0.125"]
+    assert lines[3].startswith("| stale, width 32 | 3.1250 |")
+
+
+def test_what_ended_with_an_error_is_not_what_never_ran() -> None:
+    runs = [
+        {"name": f"{mode}-seed_0", "labels": {"mode": mode}, "seed": 0, "validation": None, "stopped": stopped}
+        for mode, stopped in (("exact", None), ("stale", None), ("matched", "step 3 is not finite"))
+    ]
+    failed = ["stale-seed_0: error: CUDA out of memory", "matched-seed_0: error: step 3 is not finite"]
+    lines = markdown({"runs": runs, "failed": failed}).splitlines()[2:]
+    assert [line.split("|")[2].strip() for line in lines] == ["-", "failed", "stopped"]
+
+
+@given(st.integers(0, 300), st.integers(1, 70))
+def test_thinned_curves(count: int, points: int) -> None:
+    losses = [(37 * at % 101) / 7 for at in range(count)]
     curve = thinned(losses, points)
-    assert len(curve) <= points and (curve[-1][0] == len(losses) - 1 if losses else not curve)
+    length = max(1, -(-len(losses) // points))
+    assert len(curve) <= points and (curve[0][0] == min(length, len(losses)) - 1 if losses else not curve)
+    left = len(losses) - 1 - curve[-1][0] if losses else 0
+    assert 0 <= left and (2 * left < length or left == 0)
     ends = [-1, *(at for at, _ in curve)]
     for (before, at), (_, mean) in zip(itertools.pairwise(ends), curve, strict=True):
         part = losses[int(before) + 1 : int(at) + 1]
+        assert len(part) == length or (at == len(losses) - 1 and (2 * len(part) >= length or len(curve) == 1))
         assert mean == pytest.approx(sum(part) / len(part), abs=1e-9)
+
+
+def test_a_short_last_stretch_is_left_out() -> None:
+    """Its mean over a few steps would stand beside means over many."""
+    assert thinned([1.0] * 8 + [9.0], 3) == [[2, 1.0], [5, 1.0], [8, pytest.approx(11 / 3)]]
+    assert thinned([1.0] * 8 + [9.0], 2) == [[4, 1.0], [8, 3.0]]
+    assert thinned([*[1.0] * 6, 9.0], 2) == [[3, 1.0], [6, pytest.approx(11 / 3)]]
+    assert thinned([*[1.0] * 12, 9.0], 4) == [[3, 1.0], [7, 1.0], [11, 1.0]]
+    assert thinned([*[1.0] * 12, 9.0, 9.0], 4)[-1] == [13, 9.0]  # half is enough
 
 
 def test_what_the_probe_saw(tmp_path: Path, tokens: Path) -> None:

@@ -18,8 +18,8 @@ if sys.version_info < (3, 11):
     pytest.skip("train/ needs Python 3.11", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train import corpus
-from train.prose import html_to_text, plain
+from train.text import corpus
+from train.text.prose import html_to_text, plain
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not on this machine")
 

@@ -21,8 +21,8 @@ if sys.version_info < (3, 11):
     pytest.skip("train/ needs Python 3.11", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train import data, tokens
-from train.documents import documents_of, draws, texts_of
+from train.text import data, tokens
+from train.text.documents import documents_of, draws, texts_of
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=200)
 FIXED = [11, 241, 111, 564]
@@ -88,7 +88,7 @@ def test_fingerprints_differ_when_ids_do() -> None:
 
 
 def test_bpe_is_the_same_in_another_process(bpe: tokens.BackendTokens) -> None:
-    code = f"from train import tokens; print(tokens.make_bpe([{WORDS * 4!r}], 290).fingerprint)"
+    code = f"from train.text import tokens; print(tokens.make_bpe([{WORDS * 4!r}], 290).fingerprint)"
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -120,6 +120,24 @@ def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     with pytest.raises((ValueError, RuntimeError), match=r"tokenizer: .*") as caught:
         tokens.from_transformers(tmp_path / "bad.gguf")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_tokenizer_of_an_import(tmp_path: Path, bpe: tokens.BackendTokens) -> None:
+    """`train import` leaves tokens.json, and nothing that Transformers would read."""
+    folder = tmp_path / "imported"
+    folder.mkdir()
+    tokens.save(bpe, folder / "tokens.json")
+    texts = folder_of(tmp_path, {"a": WORDS, "b": WORDS * 2, "c": WORDS * 3})
+    words = ["--tokens", "transformers", "--tokenizer", str(folder), "--out", str(tmp_path / "out")]
+    assert data.main([str(texts), *words]) == 0
+    read = data.open(tmp_path / "out")
+    assert read.tokens.fingerprint == bpe.fingerprint
+    assert read.valid[-1] == bpe.end and read.tokens.decode(read.valid[:-1]) == WORDS
+    assert (tmp_path / "out" / "tokens.json").read_bytes() == (folder / "tokens.json").read_bytes()
+    (folder / "tokens.json").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"^tokens.json: expected ") as caught:
+        data.prepare([texts], tmp_path / "other", "transformers", tokenizer=folder)
     assert "\n" not in str(caught.value)
 
 

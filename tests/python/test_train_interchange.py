@@ -1,8 +1,9 @@
-"""train/interchange.py: tiny Llama and Qwen3 models both ways, tokenizers, and what is refused."""
+"""train/interchange/: tiny Llama and Qwen3 models both ways, tokenizers, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -17,11 +18,12 @@ if sys.version_info < (3, 11):
     pytest.skip("train/ needs Python 3.11", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train import checkpoint, interchange, tokens
+from train import checkpoint
 from train.cli import main
 from train.config import AttentionConfig, Config, ModelConfig, TrainConfig
-from train.interchange import decoder_from_transformers, export, import_model, load_transformers
+from train.interchange import decoder_from_transformers, export, import_model, load_transformers, tokenizer_files
 from train.model import Decoder
+from train.text import tokens
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -126,7 +128,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(*arguments, **others):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(interchange.tokenizer_files, "write", full)
+    monkeypatch.setattr(tokenizer_files, "write", full)
     model = Decoder(OURS, AttentionConfig(), 256)
     with pytest.raises(RuntimeError, match=r"^out: cannot write .*out: No space left on device$"):
         export(model, tokens.ByteTokens(), tmp_path / "out")
@@ -326,7 +328,7 @@ def test_sources_that_are_none(tmp_path):
 def test_gguf_without_its_packages(tmp_path, monkeypatch):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"")
-    monkeypatch.setattr(interchange.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"missing: pip install transformers gguf accelerate$"):
         decoder_from_transformers(path)
 
@@ -435,7 +437,7 @@ def test_import_and_export_by_command(tmp_path, capsys):
     model = theirs("qwen3", vocab_size=300)  # 30 rows that no id has
     first = tmp_path / "first"
     model.save_pretrained(first)
-    interchange.tokenizer_files.write(texts, first, 64)
+    tokenizer_files.write(texts, first, 64)
     assert main(["import", str(first), "--out", str(tmp_path / "start")]) == 0
     said = capsys.readouterr().out
     assert "30 rows of the vocabulary that no id of the tokenizer has: left out" in said and "qk_norm = true" in said

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from train import checkpoint, config, data, durable, loop, run
+from train import checkpoint, config, loop, run
+from train.checkpoint import durable
 from train.log import read
+from train.text import data
 
 from train_runs import (
     command,
@@ -186,7 +188,7 @@ def test_a_stage_that_cannot_be(toml: Path, tmp_path: Path, other_tokens: Path, 
 
 KILLED = """
 import os, signal, sys
-from train import durable
+from train.checkpoint import durable
 from train.cli import main
 own, count = durable.write, [0]
 def write(path, buffers):

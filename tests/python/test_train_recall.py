@@ -20,8 +20,8 @@ if sys.version_info < (3, 11):
     pytest.skip("train/ needs Python 3.11", allow_module_level=True)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train import tokens
-from train.recall import LETTERS, Prompt, copying, recall
+from train.text import tokens
+from train.text.recall import LETTERS, Prompt, copying, recall
 
 TEXT = "It was a bright day, and the clocks of the town struck one after the other; nobody counted them. " * 40
 BYTES = tokens.ByteTokens()

@@ -18,8 +18,9 @@ import pytest
 if sys.version_info < (3, 11):
     pytest.skip("train/ needs Python 3.11", allow_module_level=True)
 
-from train import report, report_axes, report_plots, report_read, report_sections
+from train import report
 from train.cli import main as command
+from train.report import axes, plots, read, sections
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '<script>alert("x")</script>&\'\x00\x1b[31m\ud800\ufffe]]>'
@@ -288,9 +289,9 @@ def test_gaps_are_those_of_the_comparison_itself(tmp_path) -> None:
         (("exact", {}), ("stale", {"attention__centre": "k"}), ("stale", {"attention__centre": "none"}))
     ))  # fmt: skip
     table = [line.split(" | ")[3] for line in markdown(document).splitlines()[2:]]
-    found = report_read.load(written(tmp_path, document)[0])
-    groups = report_sections.grouped(found.runs)
-    gaps = [" / ".join(f"{gap:+.3f}" for gap in report_sections.gaps_of(group, found.runs)) for group in groups]
+    found = read.load(written(tmp_path, document)[0])
+    groups = sections.grouped(found.runs)
+    gaps = [" / ".join(f"{gap:+.3f}" for gap in sections.gaps_of(group, found.runs)) for group in groups]
     assert gaps == table
 
 
@@ -342,7 +343,7 @@ def test_thirty_runs_and_more_points_than_panels(tmp_path) -> None:
     rates = [f"{at}e-4" for at in range(1, 16)]
     many = comparison(*(run_document("stale", 0, optim__lr=rate) for rate in rates))
     text, drawings = made(tmp_path, many)
-    assert len(lines(drawings["toy-loss.svg"])) == report_plots.MOST_PANELS
+    assert len(lines(drawings["toy-loss.svg"])) == plots.MOST_PANELS
     assert "The first 12 of 15 points of the grid are drawn." in drawings["toy-loss.svg"]
 
 
@@ -459,8 +460,8 @@ def test_a_grid_of_learning_rates_shows_the_edge(tmp_path) -> None:
 def test_exact_is_beside_every_variant_of_attention(tmp_path) -> None:
     document = comparison(run_document("exact", 0), run_document("stale", 0, attention__centre="k"),
                           run_document("stale", 0, attention__centre="none"))  # fmt: skip
-    found = report_read.load(written(tmp_path, document)[0])
-    assert [(title, [run.mode for run in runs]) for title, runs in report_plots.facets(found.runs)] == [
+    found = read.load(written(tmp_path, document)[0])
+    assert [(title, [run.mode for run in runs]) for title, runs in plots.facets(found.runs)] == [
         ("centre k", ["exact", "stale"]),
         ("centre none", ["exact", "stale"]),
     ]
@@ -480,13 +481,13 @@ def test_each_plot_says_what_it_is(tmp_path) -> None:
 
 @pytest.mark.parametrize("high", [0.02, 0.3, 0.9, 1.7, 4.0, 40.0])
 def test_logarithmic_ticks_are_few_and_inside(high) -> None:
-    ticks = report_axes.log_ticks(-1.3, -1.3 + high)
+    ticks = axes.log_ticks(-1.3, -1.3 + high)
     assert 2 <= len(ticks) <= 12 and ticks == sorted(set(ticks))
     assert all(-1.31 <= math.log10(tick) <= -1.29 + high for tick in ticks)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (2.0, 2.0001), (-1e-9, 1e-9), (1e50, 1e99), (0.1, 7e5)])
 def test_linear_ticks_are_few_and_inside(low, high) -> None:
-    ticks = report_axes.linear_ticks(low, high, 5)
+    ticks = axes.linear_ticks(low, high, 5)
     assert 3 <= len(ticks) <= 11 and ticks == sorted(set(ticks))
     assert all(low - 1e-6 * (high - low) <= tick <= high + 1e-6 * (high - low) for tick in ticks)

@@ -1,4 +1,4 @@
-"""train/simulated.py: against the CPU twin, its probe and FP64; what is refused; NaN; the sink table.
+"""train/attention/simulated.py: against the CPU twin, its probe and FP64; what is refused; NaN; the sink table.
 
 Two sums of FP32 in another order differ in their last bits, and now and then that puts a value on the other side of a
 code's rounding. One code in a thousand is the allowance of docs/numerics.md (section 7): sqrt(0.001) of 2^-4 is 2e-3 of
@@ -23,9 +23,9 @@ from delta_matching import dm_attn_func, ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from train import simulated
-from train.simulated import Recipe, attention, residual
-from train.simulated_codes import next_power, quantise_tiles
+from train.attention import simulated
+from train.attention.codes import next_power, quantise_tiles
+from train.attention.simulated import Recipe, attention, residual
 
 NAMES = ("o", "dq", "dk", "dv")
 TWIN = {"o": 2e-3, "dv": 2e-3, "dq": 2.83e-3, "dk": 2.83e-3}

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train import checkpoint, config, data, log, loop
+from train import checkpoint, config, log, loop
 from train.cli import main
+from train.text import data
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the of and a model key value attention gradient loss step river stone green quiet".split()

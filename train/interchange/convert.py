@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .config import AttentionConfig, ModelConfig
-from .model import Decoder
+from ..config import AttentionConfig, ModelConfig
+from ..model import Decoder
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 CONFIG_LIMIT = 1 << 24  # bytes of a JSON file of a model

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .simulated_codes import TILE, cast, from_heads, inverse, next_power, quantise, quantise_tiles, rounded, to_heads
+from .codes import TILE, cast, from_heads, inverse, next_power, quantise, quantise_tiles, rounded, to_heads
 
 __all__ = ["Recipe", "attention", "residual"]
 

@@ -1,8 +1,8 @@
 """The bias experiment: what of the gradient's error averages out over mini-batches, and what does not.
 
 The weights of a trained model stay as they are. For each of B mini-batches the gradient of every attention weight is
-computed exactly and in each mode (bias_measure.py says what exact is), and bias_statistics.py splits the difference
-into noise, which training averages out, and bias, which it follows. bias_table.py makes the document and its text.
+computed exactly and in each mode (measure.py says what exact is), and statistics.py splits the difference
+into noise, which training averages out, and bias, which it follows. table.py makes the document and its text.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from delta_matching import version
 
-from . import bias_table, checkpoint, config, data, distributed
-from .bias_measure import measure
-from .bias_statistics import check_batches
-from .config import ABLATIONS, MODES, AttentionConfig
-from .loop import repeatable
-from .model import Decoder
+from .. import checkpoint, config, distributed
+from ..config import ABLATIONS, MODES, AttentionConfig
+from ..loop import repeatable
+from ..model import Decoder
+from ..text import data
+from . import table
+from .measure import measure
+from .statistics import check_batches
 
 SCHEMA = "dmattn.bias/1"
 
@@ -157,7 +159,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
         "attention": {mode: {"numerics": a.numerics, "centre": a.centre, "simulated": a.simulated}
                       for mode, a in attentions.items()},
         "loss": measured.loss,
-        **bias_table.rows(measured.moments, measured.elements, measured.magnitudes),
+        **table.rows(measured.moments, measured.elements, measured.magnitudes),
     }  # fmt: skip
 
 
@@ -168,6 +170,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     document = run(chosen)
     write(chosen.out, document)
-    print(bias_table.markdown(document))
+    print(table.markdown(document))
     print(chosen.out)
     return 0

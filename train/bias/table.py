@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .bias_statistics import Estimate, Moments, noise_square, pooled, squared_mean, squared_ratio
-from .config import REFERENCE
+from ..config import REFERENCE
+from .statistics import Estimate, Moments, noise_square, pooled, squared_mean, squared_ratio
 
 COLUMNS = "k_columns"
 ALL = "all"  # every weight, without the key columns

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import tokens
+from ..text import tokens
 
 END = "<|end|>"
 

@@ -6,10 +6,10 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 
-from .report_axes import power, tick_text
-from .report_plots import is_difference, words, worst_places
-from .report_read import Bias, Comparison, Interval, Row, Run, mean
-from .report_svg import Plot, Series, escape, mode_class, svg
+from .axes import power, tick_text
+from .plots import is_difference, words, worst_places
+from .read import Bias, Comparison, Interval, Row, Run, mean
+from .svg import Plot, Series, escape, mode_class, svg
 
 MOST_CELLS = 40000  # of the tables of one plot
 MOST_LOST = 40  # runs without a number that are listed

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from delta_matching import dm_attn_func
 
-from .config import ABLATIONS, REFERENCE, AttentionConfig
+from ..config import ABLATIONS, REFERENCE, AttentionConfig
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

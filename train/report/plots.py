@@ -1,4 +1,4 @@
-"""The plots of a comparison and of a bias experiment: which numbers go where. report_svg.py draws them."""
+"""The plots of a comparison and of a bias experiment: which numbers go where. svg.py draws them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from .report_read import Bias, Comparison, Points, Row, Run, mean, short
-from .report_svg import Key, Panel, Plot, Series, ceiling
+from .read import Bias, Comparison, Points, Row, Run, mean, short
+from .svg import Key, Panel, Plot, Series, ceiling
 
 MOST_PANELS = 12
 LOSS, EDGE, GAP = (0.35, 0.5), (4.0, 0.5), (4.0, 0.3)  # room above the median line: see `ceiling`; nats a token

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .bias_statistics import BlockSums, Moments, check_batches, copies
-from .bias_table import COLUMNS, Key
-from .config import REFERENCE, AttentionConfig
-from .model import Decoder, cross_entropy
+from ..config import REFERENCE, AttentionConfig
+from ..model import Decoder, cross_entropy
+from .statistics import BlockSums, Moments, check_batches, copies
+from .table import COLUMNS, Key
 
 Batch = Callable[[int], tuple[Tensor, Tensor]]
 

@@ -230,8 +230,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _model(run: Path, vocabulary: int, fingerprint: str, device: str) -> nn.Module:
     """The model of a run's newest intact checkpoint, refused with another vocabulary."""
-    from . import checkpoint, config
-    from .model import Decoder
+    from .. import checkpoint, config
+    from ..model import Decoder
 
     state = checkpoint.load(checkpoint.found(run))
     if state.meta.get("tokens") not in (None, fingerprint):

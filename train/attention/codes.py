@@ -1,4 +1,4 @@
-"""E4M3 codes and layouts of train/simulated.py: what docs/numerics.md, section 1, does to blocks, on whole tensors.
+"""E4M3 codes and layouts of simulated.py: what docs/numerics.md, section 1, does to blocks, on whole tensors.
 
 Codes are held dequantised, FP32. A block whose largest magnitude is NaN or infinite becomes NaN.
 """

@@ -1,8 +1,8 @@
 """One HTML page of what ``train compare`` and ``train bias`` wrote: tables and plots, nothing from the network.
 
 The page has no script; its policy lets nothing in but its own style sheet. Its sentences say what the numbers are, and
-leave what they mean to the reader. report_read.py reads, report_plots.py
-chooses what is drawn, report_svg.py draws, report_sections.py writes.
+leave what they mean to the reader. read.py reads, plots.py chooses what is
+drawn, svg.py draws on axes.py's axes, sections.py writes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .report_plots import of_bias, of_comparison, slug
-from .report_read import Bias, Comparison, load
-from .report_sections import bias_section, comparison_section
-from .report_svg import Plot, svg
+from .plots import of_bias, of_comparison, slug
+from .read import Bias, Comparison, load
+from .sections import bias_section, comparison_section
+from .svg import Plot, svg
 
 EPILOG = """examples:
   python -m train report build/runs/toy3/compare.json build/bias.json --out build/evidence.html

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .report_axes import CHARACTER, Scale, linear_ticks, log_ticks, span, tick_text, tick_texts
-from .report_read import MODES, printable
+from .axes import CHARACTER, Scale, linear_ticks, log_ticks, span, tick_text, tick_texts
+from .read import MODES, printable
 
 WIDTH, GAP, RIGHT = 920.0, 34.0, 12.0
 MOST_MARKS = 16  # on one line
