@@ -28,6 +28,9 @@ from .log import read
 from .run import differences
 from .text.tokens import read_json
 
+#: Where a head's exact dQ all but vanishes its relative error has no bound, and no larger number says more.
+ENOUGH = 1e6
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -278,7 +281,7 @@ def probed(path: Path) -> dict[str, Any]:
         "residual": {mode: statistics.median(values) for mode, values in residual.items()},
         "residual_after_cast": {mode: statistics.median(values) for mode, values in after.items()},
         "dq_error": {mode: statistics.median(values) for mode, values in errors.items()},
-        "dq_error_worst": {mode: max(values) for mode, values in errors.items()},
+        "dq_error_worst": {mode: min(max(values), ENOUGH) for mode, values in errors.items()},
         "curve": curves,
     }
 

@@ -10,7 +10,7 @@ from .read import Bias, Comparison, Points, Row, Run, mean, short
 from .svg import Key, Panel, Plot, Series, ceiling
 
 MOST_PANELS = 12
-LOSS, EDGE, GAP = (0.35, 0.5), (4.0, 0.5), (4.0, 0.3)  # room above the median line: see `ceiling`; nats a token
+LOSS, EDGE, GAP = (0.35, 0.5), (4.0, 2.0), (4.0, 0.3)  # room above the median line: see `ceiling`; nats a token
 LEAVES = "leaves the frame here"
 WORST = 6  # places of a bias that are drawn
 Pairs = tuple[tuple[str, str], ...]

@@ -30,6 +30,8 @@ def signed(value: float) -> str:
 def percent(value: float | None) -> str:
     if value is None:
         return absent(DASH)
+    if abs(value) >= 1e4:
+        return "over 1 000 000 %".replace(" ", "\u202f", 2)
     return f"{100 * value:.3g} %" if abs(value) < 10 else f"{100 * value:,.0f} %".replace(",", "\u202f")
 
 
