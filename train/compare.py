@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -14,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from . import config as configuration
 from .checkpoint import durable
 from .log import read
 from .run import differences
+from .text import data
 from .text.tokens import read_json
 
 #: Where a head's exact dQ all but vanishes its relative error has no bound, and no larger number says more.
@@ -162,7 +166,7 @@ def start(config: Path, folder: Path, cell: Cell, device: str, environment: dict
 
 
 def refuse_others(config: Path, out: Path, todo: Sequence[Cell]) -> None:
-    """Refuse to take for done what is, but of another config. Errors: ValueError that names the run and the keys."""
+    """Refuse to take for done what is, but of another config or other data. Errors: ValueError that names the run."""
     free = {"data.path", *(f"train.{name}" for name in ("checkpoint_every", "keep", "tensorboard", "threads"))}
     for cell in todo:
         wanted = configuration.load(config, cell.overrides).document()
@@ -171,6 +175,27 @@ def refuse_others(config: Path, out: Path, todo: Sequence[Cell]) -> None:
             differing = differences(wanted, result_of(path).get("config"), free)
             if differing:
                 raise ValueError(f"--out: {path} is of another config, it differs in {', '.join(differing)}")
+            theirs, ours = trained_on(path.with_name("log.jsonl")), fingerprint(wanted["data"]["path"])
+            if theirs is not None and ours is not None and theirs != ours:
+                raise ValueError(f"--out: {path} is of other data than data.path: {theirs[:12]}, not {ours[:12]}")
+
+
+def trained_on(log: Path) -> str | None:
+    """The fingerprint of the data that a run's log names, None where it names none (`outcome` tells of a bad log)."""
+    try:
+        found = next(read(log), {}).get("data")
+    except ValueError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def fingerprint(folder: str) -> str | None:
+    """Of the data in a folder, None where there is none: runs that are done can be tabled without it."""
+    try:
+        return data.open(folder).fingerprint
+    except ValueError:
+        return None
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -321,19 +346,20 @@ def markdown(document: dict[str, Any]) -> str:
         at = point(labels)
         by_seed = {run["seed"]: run for run in group}
         values = [by_seed.get(seed, {}).get("validation") for seed in seeds]
-        gaps = [
-            value - exact[at, seed]
-            for value, seed in zip(values, seeds, strict=True)
-            if value is not None and exact.get((at, seed)) is not None
-        ]
+        gaps = [gap_cell(value, exact.get((at, seed))) for value, seed in zip(values, seeds, strict=True)]
         shown = [labels["mode"], *(f"{k.partition('.')[2]} {v}" for k, v in labels.items() if k != "mode")]
         cells = [", ".join(shown)]
         cells += [seed_cell(by_seed.get(seed, {}), failed) for seed in seeds]
-        cells.append(" / ".join(f"{gap:+.3f}" for gap in gaps) or "-")
+        cells.append(" / ".join(gaps) if any(gap != "-" for gap in gaps) else "-")
         cells += [probe_cell(group, labels["mode"], kind) for kind in ("residual", "residual_after_cast")]
         cells.append(gain_cell(group))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def gap_cell(value: float | None, exact: float | None) -> str:
+    """Of one seed; where one of the two is missing its place stays."""
+    return "-" if value is None or exact is None else f"{value - exact:+.3f}"
 
 
 def seed_cell(run: dict[str, Any], failed: set[str]) -> str:
@@ -363,11 +389,37 @@ def compare(
     for name, count in (("--jobs", jobs), ("--threads", threads)):
         if count < 1:
             raise ValueError(f"{name}: expected 1 or more, got {count}")
+    check_device(device)
     todo = cells(modes, seeds, grid, overrides)
     refuse_others(config, out, todo)  # all are checked before the first runs
     out.mkdir(parents=True, exist_ok=True)
-    failed = run_all(config, out, todo, device, jobs, threads)
-    document = {**summary(out, todo), "config": str(config.name), "failed": failed}
-    write_whole(out / "compare.json", json.dumps(document, allow_nan=False) + "\n")
-    write_whole(out / "compare.md", markdown(document))
+    with alone(out):
+        failed = run_all(config, out, todo, device, jobs, threads)
+        document = {**summary(out, todo), "config": str(config.name), "failed": failed}
+        write_whole(out / "compare.json", json.dumps(document, allow_nan=False) + "\n")
+        write_whole(out / "compare.md", markdown(document))
     return document
+
+
+def check_device(device: str) -> None:
+    """What each run would refuse, before the first one starts; the GPU is left to them."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device: expected auto, cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("--device: cuda was asked for, and PyTorch sees no GPU")
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Refuse a second comparison in the same folder: it would count the first one's runs as failed."""
+    handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"--out: another comparison is running in {out}") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)

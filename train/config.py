@@ -19,9 +19,11 @@ from typing import Any
 MODES = ("exact", "stale", "consistent", "matched", "onepass")
 REFERENCE = "reference"  # FP32 attention of q, k and v rounded to BF16: what FP8 is compared with
 ABLATIONS = ("per_tensor", "bf16_dp")
+HEAD_DIMS = (64, 128, 256)  # of hopper numerics
 
 _LARGEST = 2**31 - 1  # of a whole number: what tensors of any model here have room for
 _LAYERS = 4096
+THREADS = 4096  # OpenMP ends the process where it cannot have them
 _FILE_BYTES = 1 << 20
 
 
@@ -43,6 +45,8 @@ class AttentionConfig:
         _one_of("attention.normaliser", self.normaliser, ("default", "unrounded"))
         if self.mode in ABLATIONS and self.numerics != "paper":
             raise ValueError(f"attention.numerics: {self.mode} is offered in paper numerics, got {self.numerics}")
+        if self.numerics == "paper" and self.centre == "qk":
+            raise ValueError("attention.centre: expected none or k in paper numerics, got qk")
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,9 @@ class ModelConfig:
         _one_of("model.mlp", self.mlp, ("swiglu", "silu", "gelu"))
         _one_of("model.norm", self.norm, ("rmsnorm", "layernorm"))
         _one_of("model.position", self.position, ("rope", "learned", "none"))
-        _above_zero("model.norm_eps", self.norm_eps)
-        _above_zero("model.rope_theta", self.rope_theta)
-        _above_zero("model.init_std", self.init_std)
+        _above_zero("model.norm_eps", self.norm_eps, 1.0)
+        _above_zero("model.rope_theta", self.rope_theta, 1e12)
+        _above_zero("model.init_std", self.init_std, 1e3)
         _between("model.hybrid_every", self.hybrid_every, 0, _LARGEST)
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(f"model.heads: {self.heads} do not divide width {self.width}; say model.head_dim")
@@ -171,8 +175,9 @@ class TrainConfig:
         for name in ("steps", "batch", "micro_batches", "context", "validate_batches", "keep"):
             _positive(f"train.{name}", getattr(self, name))
         _between("train.steps", self.steps, 1, 99_999_999)  # the name of a checkpoint has eight digits
-        for name in ("validate_every", "checkpoint_every", "probe_every", "threads"):
+        for name in ("validate_every", "checkpoint_every", "probe_every"):
             _between(f"train.{name}", getattr(self, name), 0, _LARGEST)
+        _between("train.threads", self.threads, 0, THREADS)
         for name in ("seed", "data_seed"):
             if getattr(self, name) is not None:
                 _between(f"train.{name}", getattr(self, name), 0, 2**63 - 1)
@@ -204,6 +209,14 @@ class Config:
                 most = self.model.context
                 raise ValueError(f"train.recall_lengths: expected at most model.context {most}, got {length}")
 
+        attention = self.attention
+        simulated = attention.simulated or attention.mode in ABLATIONS or attention.normaliser != "default"
+        if attention.mode in (*MODES[1:], *ABLATIONS):
+            if not simulated and attention.numerics == "hopper" and self.model.dim not in HEAD_DIMS:
+                raise ValueError(f"model.head_dim: hopper numerics offers {HEAD_DIMS}, got {self.model.dim}")
+            if simulated and self.train.probe_every:
+                raise ValueError("train.probe_every: simulated attention cannot be measured; expected 0")
+
     def document(self) -> dict[str, Any]:
         """The tables as JSON has them."""
         return dataclasses.asdict(self)
@@ -222,9 +235,11 @@ def _positive(name: str, value: int) -> None:
         raise ValueError(f"{name}: expected 1 to {_LARGEST}, got {_short(value)}")
 
 
-def _above_zero(name: str, value: float) -> None:
+def _above_zero(name: str, value: float, most: float = math.inf) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name}: expected a finite number above 0, got {value}")
+    if value > most:
+        raise ValueError(f"{name}: expected at most {most:g}, got {value}")
 
 
 def _between(name: str, value: float, least: float, most: float, open_end: bool = False) -> None:
@@ -303,9 +318,10 @@ def _override(document: dict[str, Any], text: str) -> None:
     if not equals or not dot:
         raise ValueError(f"--set {_key(text)}: expected TABLE.KEY=VALUE")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        read = tomllib.loads(f"value = {value}")
     except (ValueError, RecursionError):
-        parsed = value.strip()
+        read = {}
+    parsed = read["value"] if list(read) == ["value"] else value.strip()  # other names: lines of the value's own
     document.setdefault(table, {})
     if not isinstance(document[table], dict):
         raise ValueError(f"{_key(table)}: expected a table, got {type(document[table]).__name__}")

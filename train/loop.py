@@ -199,6 +199,11 @@ def drop(out: Path) -> None:
         shutil.rmtree(out / name, ignore_errors=True)
 
 
+def finite(run: Run) -> bool:
+    """Whether every weight is; the same on all ranks."""
+    return all(bool(distributed.whole(torch.isfinite(weight).all())) for weight in run.model.parameters())
+
+
 def steps(run: Run, out: Path, log: TrainLog, live: Any, quiet: bool) -> None:
     config = run.config.train
     tokens = config.batch * config.context
@@ -210,6 +215,8 @@ def steps(run: Run, out: Path, log: TrainLog, live: Any, quiet: bool) -> None:
                 values = update(run)
             except NotFinite as error:
                 log.event("nonfinite", step=at, message=str(error))
+                if not finite(run):  # an update made them so: they must not take a good checkpoint's place
+                    raise NotFinite(f"{error}, and neither are the weights before it, which are not saved") from None
                 try:
                     save(run, out / "checkpoints", log)
                 except RuntimeError as unsaved:

@@ -45,7 +45,8 @@ def make(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     )
     if not muon:
         return _with_rates([adamw])
-    # Its update has the size of AdamW's for a matrix of any shape, but muon_lr is a rate of its own.
+    # "original": the update has a spectral norm of about 1, times sqrt(rows / columns) where there are more rows, which
+    # is not the size of AdamW's; so muon_lr is a rate of its own.
     inner = torch.optim.Muon(
         [weight for _, weight in muon],
         lr=config.muon_lr,

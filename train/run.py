@@ -18,7 +18,7 @@ from . import checkpoint, distributed, optim
 from .config import Config
 from .log import TrainLog
 from .model import Decoder
-from .text import data
+from .text import data, recall
 
 
 @dataclass
@@ -94,6 +94,11 @@ def opened(config: Config, ranks: distributed.Ranks) -> data.Data:
         texts.validation(train.batch, train.context, train.validate_batches)
     except ValueError as error:
         raise ValueError(f"data.path: {config.data.path}: {error}") from None
+    if train.recall_lengths:  # of which the end of the run would tell
+        try:
+            recall.check(texts.tokens, texts.text("valid"), train.recall_lengths)
+        except ValueError as error:
+            raise ValueError(f"train.recall_lengths: {error}") from None
     return texts
 
 

@@ -221,7 +221,7 @@ def test_overrides(tmp_path: Path) -> None:
         ("optim.lr=fast", ("optim.lr", "a number", "'fast'")),
         ("optim.lr=" + "[" * 100000, ("optim.lr",)),
         ("model.width=" + "9" * 5000, ("model.width",)),
-        ("model.width=3\n[model]\nheads=3", ("model.heads",)),
+        ("model.width=3\n[model]\nheads=3", ("model.width", "a whole number")),
         ("data=1", ("--set data=1",)),
         ("speed.x=1", ("speed: unknown table",)),
     ],

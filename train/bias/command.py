@@ -20,6 +20,7 @@ from torch import Tensor
 from delta_matching import version
 
 from .. import checkpoint, config, distributed
+from ..cli import Parser
 from ..config import ABLATIONS, MODES, AttentionConfig
 from ..loop import repeatable
 from ..model import Decoder
@@ -78,7 +79,7 @@ def attention_of(mode: str, numerics: str, centre: str | None, simulated: bool) 
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m train bias",
         description="Fixed weights, many mini-batches: what of each mode's gradient error averages out over them, "
         "and what does not. Prints a table and writes a JSON document (schema dmattn.bias/1).",
@@ -112,15 +113,21 @@ def write(path: Path, document: dict[str, Any]) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"--out: {path} cannot be written: {error.strerror or error}") from None
 
 
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
     """The document of a command. Errors: ValueError, RuntimeError, OSError, each in one line."""
     check_batches(chosen.batches)
+    if not 0 <= chosen.threads <= config.THREADS:
+        raise ValueError(f"--threads: expected 0 to {config.THREADS}, got {chosen.threads}")
     if chosen.against not in (*MODES, *ABLATIONS, "none"):
         raise ValueError(f"--against: expected a mode or none, got {chosen.against!r}")
     attentions = {
@@ -129,7 +136,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
     device = distributed.Ranks().device(chosen.device)
     repeatable(device)
     torch.set_float32_matmul_precision("highest")
-    if chosen.threads > 0:
+    if chosen.threads:
         torch.set_num_threads(chosen.threads)
     texts = data.open(chosen.data)
     model, meta = load_model(chosen.checkpoint, texts)
@@ -167,7 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser().parse_args(argv)
     if chosen.out.is_dir():
         raise ValueError(f"--out: expected a file, got the folder {chosen.out}")
-    chosen.out.parent.mkdir(parents=True, exist_ok=True)
     document = run(chosen)
     write(chosen.out, document)
     print(table.markdown(document))

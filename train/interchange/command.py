@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import checkpoint
+from ..cli import Parser
 from ..config import Config, from_document
 from ..text import tokens
 from .convert import ARCHITECTURES, build, their_config, their_name
@@ -26,7 +27,7 @@ IMPORT = """examples:
 
 def main_export(arguments: Sequence[str]) -> int:
     """``python -m train export``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m train export",
         description="Write a trained model as a folder of Transformers: Llama or Qwen3.",
         epilog=EXPORT,
@@ -64,7 +65,7 @@ def _tokens_of(chosen: argparse.Namespace, config: Config, state: checkpoint.Sta
 
 def main_import(arguments: Sequence[str]) -> int:
     """``python -m train import``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m train import",
         description="Turn a Llama or Qwen3 into weights that a training starts from.",
         epilog=IMPORT,

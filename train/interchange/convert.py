@@ -147,8 +147,10 @@ def our_config(theirs: Mapping[str, Any]) -> ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        if not path.is_file() or path.stat().st_size > CONFIG_LIMIT:
-            raise ValueError(f"expected a file of at most {CONFIG_LIMIT} bytes")
+        if not path.is_file():
+            raise ValueError(f"expected a file, got {'another thing' if path.exists() else 'none'}")
+        if path.stat().st_size > CONFIG_LIMIT:
+            raise ValueError(f"expected at most {CONFIG_LIMIT} bytes, got {path.stat().st_size}")
         body = json.loads(path.read_bytes())
         if not isinstance(body, dict):
             raise ValueError("expected a JSON object")

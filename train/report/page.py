@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..cli import Parser
 from .plots import of_bias, of_comparison, slug
 from .read import Bias, Comparison, load
 from .sections import bias_section, comparison_section
@@ -82,17 +83,20 @@ def page(documents: Sequence[Comparison | Bias]) -> str:
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(text.encode("utf-8"))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(text.encode("utf-8"))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"--out: {path} cannot be written: {error.strerror or error}") from None
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="python -m train report",
         description="An HTML page of what `train compare` and `train bias` wrote: tables and plots in one file that "
         "loads nothing.",

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from ..cli import Parser
 from .prose import html_to_text, plain
 
 FORMATS = (".html", ".txt", ".md")  # the order is a preference
@@ -272,7 +273,7 @@ def fetch(package: str | Path, out: Path) -> Path:
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of `python -m train corpus`."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m train corpus",
         description="Writes the prose of a Debian package as text files, one for each document, with a SOURCE note.",
         epilog="examples:\n"

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..cli import Parser
 from . import tokens as tokenizers
 from .documents import Document, documents_of, draws, held_out_of, texts_of, whole
 from .tokens import Tokens
@@ -270,7 +271,7 @@ def prepare(
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of `python -m train prepare`."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m train prepare",
         description="Turns UTF-8 text files into tokens on disk, with some documents held out for validation.",
         epilog="examples:\n"

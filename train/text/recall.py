@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..cli import Parser
 from .documents import draws, whole
 from .tokens import Ids, Tokens
 
@@ -168,6 +169,14 @@ def recall(
     return {"schema": SCHEMA, "samples": samples, "seed": seed, "lengths": results}
 
 
+def check(tokens: Tokens, text: str, lengths: Sequence[int], samples: int = 16, seed: int = 0) -> None:
+    """Errors: ValueError for what `recall` would refuse, without a model."""
+    filler = tokens.encode(text)
+    for length in lengths:
+        for sample in range(samples):
+            Prompt(tokens, text, filler, length, (seed, 3), sample)
+
+
 def copying(
     model: Model,
     tokens: Tokens,
@@ -208,7 +217,7 @@ def copying(
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of `python -m train recall`."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m train recall",
         description="Measures whether a trained model finds a key's value in held-out text, and whether it copies.",
         epilog="examples:\n"
@@ -223,12 +232,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--depths", type=float, nargs="+", default=list(DEPTHS), help="0: the start, 1: the end")
     made.add_argument("--samples", type=int, default=16, help="prompts for each length and depth (%(default)s)")
     made.add_argument("--seed", type=int, default=0, help="draws the prompts (%(default)s)")
-    made.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    made.add_argument("--device", default="cpu", help="auto (a GPU where there is one), cpu or cuda (%(default)s)")
     made.add_argument("--out", type=Path, help="JSON file to write; default: standard output")
     return made
 
 
-def _model(run: Path, vocabulary: int, fingerprint: str, device: str) -> nn.Module:
+def _model(run: Path, vocabulary: int, fingerprint: str, device: torch.device) -> nn.Module:
     """The model of a run's newest intact checkpoint, refused with another vocabulary."""
     from .. import checkpoint, config
     from ..model import Decoder
@@ -249,14 +258,16 @@ def _model(run: Path, vocabulary: int, fingerprint: str, device: str) -> nn.Modu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python -m train recall`: returns the exit status; errors are raised."""
+    from ..distributed import Ranks
     from . import data
 
     chosen = parser().parse_args(argv)
     if not chosen.lengths and not chosen.copying:
         raise ValueError("lengths: expected --lengths or --copying, got neither")
+    device = Ranks().device(chosen.device)
     texts = data.open(chosen.data)
-    model = _model(chosen.run, texts.tokens.size, texts.tokens.fingerprint, chosen.device)
-    shared = {"samples": chosen.samples, "seed": chosen.seed, "device": chosen.device}
+    model = _model(chosen.run, texts.tokens.size, texts.tokens.fingerprint, device)
+    shared = {"samples": chosen.samples, "seed": chosen.seed, "device": device}
     result: dict[str, Any] = {"schema": SCHEMA}
     if chosen.lengths:
         result |= recall(model, texts.tokens, texts.text("valid"), chosen.lengths, chosen.depths, **shared)
