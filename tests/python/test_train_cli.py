@@ -100,9 +100,10 @@ def test_stopped_from_the_keyboard(tmp_path: Path, tokens: Path) -> None:
     toml, out = written(tmp_path, tokens), tmp_path / "a"
     words = ["run", str(toml), "--out", str(out), "--device", "cpu", "--quiet"]
     words += ["--set", "train.steps=1000000", "--set", "train.checkpoint_every=3"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "train", *words], env=environment(), stderr=subprocess.PIPE, text=True
-    ) as running:
+    # What a shell starts in the background ignores the signal, and so would all that it starts in turn.
+    listen = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    begin = [sys.executable, "-c", listen + "import sys; from train.cli import main; sys.exit(main())", *words]
+    with subprocess.Popen(begin, env=environment(), stderr=subprocess.PIPE, text=True) as running:
         try:
             until = time.monotonic() + 120
             while not list(out.glob("checkpoints/step-*")) and running.poll() is None and time.monotonic() < until:
