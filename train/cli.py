@@ -119,7 +119,8 @@ def command_run(chosen: argparse.Namespace) -> int:
 
 
 def command_compare(chosen: argparse.Namespace) -> int:
-    from .compare import compare, markdown
+    from .compare import compare
+    from .outcome import markdown
 
     document = compare(
         chosen.config, chosen.out, modes=chosen.modes, seeds=chosen.seeds, grid=chosen.grid,

@@ -48,6 +48,11 @@ class AttentionConfig:
         if self.numerics == "paper" and self.centre == "qk":
             raise ValueError("attention.centre: expected none or k in paper numerics, got qk")
 
+    @property
+    def by_torch(self) -> bool:
+        """Whether the simulation computes it on every device."""
+        return self.simulated or self.mode in ABLATIONS or self.normaliser != "default"
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -210,11 +215,10 @@ class Config:
                 raise ValueError(f"train.recall_lengths: expected at most model.context {most}, got {length}")
 
         attention = self.attention
-        simulated = attention.simulated or attention.mode in ABLATIONS or attention.normaliser != "default"
         if attention.mode in (*MODES[1:], *ABLATIONS):
-            if not simulated and attention.numerics == "hopper" and self.model.dim not in HEAD_DIMS:
+            if not attention.by_torch and attention.numerics == "hopper" and self.model.dim not in HEAD_DIMS:
                 raise ValueError(f"model.head_dim: hopper numerics offers {HEAD_DIMS}, got {self.model.dim}")
-            if simulated and self.train.probe_every:
+            if attention.by_torch and self.train.probe_every:
                 raise ValueError("train.probe_every: simulated attention cannot be measured; expected 0")
 
     def document(self) -> dict[str, Any]:

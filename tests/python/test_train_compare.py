@@ -18,7 +18,8 @@ import pytest
 import torch
 from hypothesis import given
 from train import checkpoint, compare, config
-from train.compare import Cell, cells, markdown, outcome, parsed_grid, probed, thinned
+from train.compare import Cell, cells, parsed_grid
+from train.outcome import markdown, outcome, probed, thinned
 
 from train_runs import (
     command,
@@ -385,3 +386,19 @@ def test_cells_train_what_they_say(tmp_path: Path, tokens: Path) -> None:
         state[cell.name] = last_state(tmp_path / cell.name).model
     same_bits(state["exact-seed_0"], state["stale-seed_0"])
     assert not torch.equal(state["exact-seed_0"]["embed.weight"], state["exact-seed_1"]["embed.weight"])
+
+
+def test_an_error_of_nearly_nothing_has_an_end(tmp_path: Path) -> None:
+    """Relative to an exact dQ that all but vanishes an error has no bound; the document's has."""
+    statistic = {"median": 1.0}
+    head = {
+        "gain": None,
+        "entropy": 0.0,
+        "modes": {
+            mode: {"residual": statistic, "residual_after_cast": statistic, "error": {"dq": dq}}
+            for mode, dq in (("stale", 5e118), ("matched", 12.5))
+        },
+    }
+    path = tmp_path / "probe.jsonl"
+    path.write_text(json.dumps({"step": 0, "layers": [{"layer": "a", "heads": [head]}]}) + "\n", encoding="utf-8")
+    assert probed(path)["dq_error_worst"] == {"stale": 1e6, "matched": 12.5}

@@ -11,6 +11,7 @@ import pytest
 from train import compare as comparing
 from train.cli import main
 from train.config import from_document, load
+from train.outcome import markdown
 from train.text.data import prepare
 
 CONFIG = """
@@ -122,7 +123,7 @@ def test_a_missing_run_keeps_its_place_among_the_gaps() -> None:
         return {"name": f"{mode}-{seed}", "labels": {"mode": mode}, "seed": seed, "validation": loss}
 
     document = {"runs": [run("exact", 0, 1.0), run("exact", 1, 1.0), run("stale", 0, None), run("stale", 1, 1.5)]}
-    assert "| - / +0.500 |" in comparing.markdown(document)
+    assert "| - / +0.500 |" in markdown(document)
 
 
 def test_recall_names_its_device(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

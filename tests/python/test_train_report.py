@@ -281,7 +281,7 @@ def test_the_table_has_the_gaps_with_mean_and_spread(tmp_path) -> None:
 
 
 def test_gaps_are_those_of_the_comparison_itself(tmp_path) -> None:
-    from train.compare import markdown
+    from train.outcome import markdown
 
     document = comparison(*(
         run_document(mode, seed, 2 + len(mode) / 16 + seed / 8, optim__lr=lr, **more)

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from delta_matching import dm_attn_func
 
-from ..config import ABLATIONS, REFERENCE, AttentionConfig
+from ..config import REFERENCE, AttentionConfig
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -56,9 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, config: AttentionConfig) -> Tensor:
         return exact(q, k, v)
     if config.mode == REFERENCE:
         return reference(q, k, v).to(q.dtype)
-    on_gpu = q.device.type == "cuda"
-    simulated = config.simulated or config.mode in ABLATIONS or config.normaliser != "default"
-    if simulated or (config.numerics == "paper" and on_gpu):
+    if config.by_torch or (config.numerics == "paper" and q.device.type == "cuda"):
         from .simulated import Recipe, attention
 
         centre = config.centre or ("qk" if config.numerics == "hopper" else "k")

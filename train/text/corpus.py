@@ -16,7 +16,6 @@ import hashlib
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,12 +26,13 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ..cli import Parser
+from .documents import NOTE, whole_folder
 from .prose import html_to_text, plain
 
 FORMATS = (".html", ".txt", ".md")  # the order is a preference
 DOCUMENT_LIMIT = 256 << 20  # bytes after decompression: a .gz of a few KB can hold terabytes
 LICENCE_LINES = 24
-NOTE = "SOURCE"
+
 SECONDS = 600  # for one command
 
 
@@ -226,23 +226,14 @@ def _there(out: Path, name: str | None) -> bool:
 
 
 def _write(out: Path, documents: dict[str, bytes], note: str) -> None:
-    """The whole folder, or nothing: it is filled under another name and renamed."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            for name, data in documents.items():
-                path = folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
-            (folder / NOTE).write_text(note, encoding="utf-8", newline="\n")
-            folder.chmod(0o755)
-            folder.rename(out)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise RuntimeError(f"out: {str(out)!r} cannot be written: {error.strerror or error}") from None
+    def fill(folder: Path) -> None:
+        for name, data in documents.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        (folder / NOTE).write_text(note, encoding="utf-8", newline="\n")
+
+    whole_folder(out, fill)
 
 
 def fetch(package: str | Path, out: Path) -> Path:

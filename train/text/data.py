@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 
 from ..cli import Parser
 from . import tokens as tokenizers
-from .documents import Document, documents_of, draws, held_out_of, texts_of, whole
+from .documents import Document, documents_of, draws, held_out_of, texts_of, whole, whole_folder
 from .tokens import Tokens
 
 SCHEMA = "dmattn.data/1"
@@ -191,22 +189,6 @@ def _write_split(path: Path, documents: list[Document], tokens: Tokens, dtype: n
     return {"count": count, "documents": len(documents), "sha256": total.hexdigest()}
 
 
-def _whole_folder(out: Path, fill: Callable[[Path], None]) -> None:
-    """Fills a folder under another name and renames it: `out` is whole or not there."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            fill(folder)
-            folder.chmod(0o755)
-            folder.rename(out)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    except OSError as error:
-        raise RuntimeError(f"out: {str(out)!r} cannot be written: {error.strerror or error}") from None
-
-
 def prepare(
     sources: Sequence[str | Path],
     out: str | Path,
@@ -265,7 +247,7 @@ def prepare(
         tokenizers.save(tokens, folder / "tokens.json")
         tokenizers.write_json(folder / "data.json", header)
 
-    _whole_folder(out, fill)
+    whole_folder(out, fill)
     return open(out)
 
 

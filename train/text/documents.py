@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -162,3 +164,19 @@ def texts_of(documents: Sequence[Document], name: str) -> Iterator[str]:
         if last is None or last[0] != document.path:
             last = document.path, read_text(document.path, document.digest)[0]
         yield last[1][document.start : document.stop]
+
+
+def whole_folder(out: Path, fill: Callable[[Path], None]) -> None:
+    """Fills a folder under another name and renames it: `out` is whole or not there."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            fill(folder)
+            folder.chmod(0o755)
+            folder.rename(out)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise RuntimeError(f"out: {str(out)!r} cannot be written: {error.strerror or error}") from None
