@@ -3,13 +3,16 @@
 #include <algorithm>
 
 #include "cpu/tile_kernels.h"
-#include "numerics/scale.h"
 
 namespace dmattn::cpu {
 
 using numerics::kTile;
 
-Codes quantise(const float* x, int64_t rows, int64_t dim_padded, int64_t block, float fixed_amax) {
+numerics::BlockScale scale_by_amax(float amax) { return numerics::block_scale(amax); }
+numerics::BlockScale scale_by_power(float amax) { return numerics::power_scale(amax); }
+ScaleRule value_scale(Numerics numerics) { return numerics == Numerics::hopper ? scale_by_power : scale_by_amax; }
+
+Codes quantise(const float* x, int64_t rows, int64_t dim_padded, int64_t block, float fixed_amax, ScaleRule rule) {
   const TileKernels& kernels = tile_kernels();
   Codes codes;
   codes.block = block;
@@ -19,7 +22,7 @@ Codes quantise(const float* x, int64_t rows, int64_t dim_padded, int64_t block, 
     const int64_t first = b * block, count = std::min(block, rows - first) * dim_padded;
     const float* source = x + first * dim_padded;
     const float own = kernels.amax(source, count);
-    const auto scale = numerics::block_scale(fixed_amax >= 0 ? fixed_amax : own);
+    const auto scale = rule(fixed_amax >= 0 ? fixed_amax : own);
     codes.scale[static_cast<size_t>(b)] = scale.scale;
     if (scale.scale == scale.scale)  // a NaN travels in the scale alone
       kernels.cast(source, scale.inverse, count, codes.value.data() + first * dim_padded);
@@ -64,7 +67,7 @@ KvHead prepare_kv(const HeadShape& shape, const TwinConfig& config, const float*
         centred[static_cast<size_t>(j * dim + c)] -= head.k_mean[static_cast<size_t>(c)];
   }
   head.k = quantise(centred.data(), shape.keys, dim, numerics::kKeyScaleRows, amax.k);
-  head.v = quantise(v, shape.keys, dim, numerics::kKeyScaleRows, amax.v);
+  head.v = quantise(v, shape.keys, dim, numerics::kKeyScaleRows, amax.v, value_scale(config.numerics));
   head.k_tiles = transpose_tiles(head.k.value.data(), shape.keys, dim);
   head.v_tiles = transpose_tiles(head.v.value.data(), shape.keys, dim);
   if (config.centre == Centre::qk) head.k_centred_tiles = transpose_tiles(centred.data(), shape.keys, dim);

@@ -186,15 +186,44 @@ class HopperTiles final : public TileSource {
 
   void stored_delta(const BackwardInput& input) {
     const int64_t dim = shape.dim_padded;
+    if (mode_ == Mode::onepass) {
+      parallel_for(query_tiles(), config.threads,
+                   [&](int64_t query_tile) { truncated_delta(query_tile, input.o_full); });
+      return;
+    }
     for (int64_t i = 0; i < shape.queries; ++i) {
       float& delta = delta_[static_cast<size_t>(i)];
       if (weight_[static_cast<size_t>(i)] == 0.0f) continue;
-      if (mode_ == Mode::stale) {
-        delta = contract_dot(weighted_.data() + i * dim, input.o_stored + i * dim, dim);
-      } else {
-        const float* o = mode_ == Mode::onepass ? input.o_full : input.o_stored;
-        delta = d_o.scale_of_row(i) * contract_dot(d_o.row(i, dim), o + i * dim, dim);
+      delta = mode_ == Mode::stale ? contract_dot(weighted_.data() + i * dim, input.o_stored + i * dim, dim)
+                                   : d_o.scale_of_row(i) * contract_dot(d_o.row(i, dim), input.o_stored + i * dim, dim);
+    }
+  }
+
+  // <D, O> with O's codes multiplied as the tensor core multiplies V's, and exactly what they leave of O. On a row
+  // that sees one key O's codes are that key's, and delta' is its dP', truncation and all.
+  void truncated_delta(int64_t query_tile, const float* o_full) {
+    const int64_t first = query_tile * kTile, rows = std::min<int64_t>(kTile, shape.queries - first);
+    const auto dim = static_cast<int>(shape.dim_padded);
+    std::vector<float> code(static_cast<size_t>(dim)), rest(code), columns(static_cast<size_t>(dim) * kTile);
+    std::vector<float> product_of_rows(kTileElements), scale(kTile), dot(kTile);
+    for (int64_t i = 0; i < rows; ++i) {
+      const float* o = o_full + (first + i) * dim;
+      const auto o_scale = numerics::power_scale(tile_kernels().amax(o, dim));
+      scale[static_cast<size_t>(i)] = o_scale.scale;
+      if (o_scale.scale == o_scale.scale) tile_kernels().cast(o, o_scale.inverse, dim, code.data());
+      for (int c = 0; c < dim; ++c) {
+        const auto at = static_cast<size_t>(c);
+        columns[at * kTile + static_cast<size_t>(i)] = code[at];
+        rest[at] = numerics::fused(-o_scale.scale, code[at], o[c]);
       }
+      dot[static_cast<size_t>(i)] = contract_dot(d_o.row(first + i, dim), rest.data(), dim);
+    }
+    product(kTile, kTile, dim, d_o.row(first, dim), dim, columns.data(), kTile, product_of_rows.data(), kTile, false);
+    for (int64_t i = 0; i < rows; ++i) {
+      const auto at = static_cast<size_t>(i);
+      if (weight_[static_cast<size_t>(first + i)] == 0.0f) continue;
+      delta_[static_cast<size_t>(first + i)] =
+          d_o.scale_of_row(first + i) * numerics::fused(scale[at], product_of_rows[at * (kTile + 1)], dot[at]);
     }
   }
 

@@ -7,7 +7,7 @@
 namespace dmattn::numerics {
 
 // Raised whenever a change alters any bit that the hopper numerics promises.
-constexpr int kNumericsVersion = 2;
+constexpr int kNumericsVersion = 3;
 
 constexpr float kE4m3Max = 448.0f;  // largest finite E4M3
 constexpr float kLog2e = 1.44269504088896340736f;

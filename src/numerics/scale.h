@@ -1,4 +1,4 @@
-// Block scales. A scale always multiplies to dequantise: value = code * scale.
+// Scales. A scale always multiplies to dequantise: value = code * scale.
 #pragma once
 
 #include "numerics/constants.h"
@@ -21,6 +21,17 @@ DMATTN_HD BlockScale block_scale(float amax) {
 #else
   return {clamped / kE4m3Max, kE4m3Max / clamped};
 #endif
+}
+
+// Scale of V's codes, and of O's where onepass asks what the tensor core makes of them: the smallest power of two with
+// amax <= 448 scale, so that equal numbers have equal codes in every block, up to a power of two.
+DMATTN_HD BlockScale power_scale(float amax) {
+  if (!is_finite(amax)) return {quiet_nan(), quiet_nan()};
+  if (amax == 0.0f) return {0.0f, 0.0f};
+  const uint32_t bits = float_bits(amax < kAmaxFloor ? kAmaxFloor : amax);
+  constexpr uint32_t kMantissa = 0x007fffffu, kOf448 = 0x00600000u;  // 448 = 1.75 * 2^8
+  const uint32_t biased = (bits >> 23) - 8 + ((bits & kMantissa) > kOf448 ? 1u : 0u);
+  return {bits_float(biased << 23), bits_float((254u - biased) << 23)};
 }
 
 // Largest magnitude so far, with NaN and infinity sticky (an infinity counts as NaN in block_scale).

@@ -150,6 +150,25 @@ TEST(RowWeight, LiesInOneToTwoAndInvertsTheSum) {
   EXPECT_TRUE(std::isnan(row_weight(quiet_nan()).weight));
 }
 
+TEST(Scale, PowersHoldTheirBlock) {
+  const auto check = [](float amax) {
+    const numerics::BlockScale scale = numerics::power_scale(amax);
+    int exponent = 0;
+    EXPECT_EQ(std::frexp(scale.scale, &exponent), 0.5f) << amax;
+    EXPECT_EQ(scale.scale * scale.inverse, 1.0f) << amax;
+    EXPECT_LE(static_cast<double>(amax), 448.0 * scale.scale) << amax;
+    EXPECT_GT(std::max(amax, numerics::kAmaxFloor), 224.0 * scale.scale) << amax;
+  };
+  for (int e = -126; e <= 127; ++e)
+    for (const double mantissa : {1.0, 1.0 + 0x1p-23, 1.75 - 0x1p-23, 1.75, 1.75 + 0x1p-23, 2.0 - 0x1p-23})
+      check(static_cast<float>(std::ldexp(mantissa, e)));
+  check(std::numeric_limits<float>::denorm_min());
+  EXPECT_EQ(numerics::power_scale(0.0f).scale, 0.0f);
+  EXPECT_EQ(numerics::power_scale(0.0f).inverse, 0.0f);
+  for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()})
+    EXPECT_TRUE(std::isnan(numerics::power_scale(bad).scale)) << bad;
+}
+
 TEST(Bias, SplitHoldsWhatTheAccumulatorKeeps) {
   Random random(4);
   for (int i = 0; i < 100'000; ++i) {

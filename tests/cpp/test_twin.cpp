@@ -293,6 +293,28 @@ TEST(Modes, OnepassIsExactWithAnExactAccumulator) {
   EXPECT_LT(residual(run(head, hopper(Centre::qk, Accumulator::fp32), Mode::onepass)), 5e-7);
 }
 
+// On a row of one key O's codes are V's, so what the tensor core truncates of dP is truncated of delta as well. What is
+// left of dS, measured by the sum of |dO O|: O's rounding by 1 / l, and delta's own three, each 2^-24. The truncation
+// would leave 2^-14.
+TEST(Modes, OnepassLeavesNothingOfRowsOfOneKey) {
+  for (const int64_t dim : {64, 128, 256}) {
+    Head head(200, 200, dim);
+    head.gaussian(20);  // every query is eight times its own key, whose score is far above the others
+    head.fill(head.q, [&](int64_t i, int64_t c) { return 8.0 * head.k[static_cast<size_t>(i * dim + c)]; });
+    const HeadRun result = run(head, hopper(), Mode::onepass);
+    double worst = 0;
+    for (int64_t i = 0; i < head.shape.queries; ++i) {
+      double size = 0;
+      for (int64_t c = 0; c < dim; ++c) {
+        const auto at = static_cast<size_t>(i * dim + c);
+        size += std::abs(static_cast<double>(head.d_o[at]) * result.o_full[at]);
+      }
+      worst = std::max(worst, result.diagnostics.magnitude[static_cast<size_t>(i)] / size);
+    }
+    EXPECT_LT(worst, 0x1p-22) << dim;
+  }
+}
+
 TEST(Modes, ConstantQueriesAreCarriedByTheBiasAlone) {
   Head head(200, 200, 64);
   head.gaussian(18);

@@ -121,6 +121,18 @@ class Head:
         scale = np.repeat(self.d_hat.scale, INTERVAL)[: self.case.q_len]
         return torch.from_numpy(self.d_hat.codes.astype(np.float64) * scale[:, None]).to(DEVICE)
 
+    def onepass_delta(self, o: Tensor) -> Tensor:
+        """True delta of onepass from O in FP64, its products with O's codes as the tensor core adds them up."""
+        codes = blocks.quantise(o.float().cpu().numpy(), 1, scale_of=blocks.power_scale_of)
+        scale = torch.from_numpy(codes.scale).to(o)
+        held = torch.from_numpy(codes.codes).to(o) * scale[:, None]
+        hat, of_o, truncated = self.d_o_hat(), Codes(codes.codes), torch.empty_like(scale)
+        for start in range(0, len(o), TILE):
+            rows = slice(start, start + TILE)
+            truncated[rows] = product(self._d.rows(rows), of_o.rows(rows)).diagonal().double()
+        truncated *= torch.from_numpy(np.repeat(self.d_hat.scale, INTERVAL)[: len(o)]).to(o) * scale
+        return (truncated + (hat * (o - held)).sum(dim=1)) / self.w.double()
+
     def scores(self, span: slice) -> tuple[Tensor, Tensor, Tensor]:
         """(acc, factor, visible), [rows, keys], of rows that start a block of 128."""
         acc, factor = [], []

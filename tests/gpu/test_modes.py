@@ -40,7 +40,8 @@ def test_residual(judge, mode, head_dim, length):
 @pytest.mark.quick
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_delta_identities(judge, causal):
-    """stale - consistent = <dO - d^O, O>, onepass - consistent = <d^O, O_low>, with d^O what dP was made from."""
+    """stale - consistent = <dO - d^O, O>, onepass - consistent = <d^O, O_low> but for what the tensor core makes of
+    O's codes, with d^O what dP was made from."""
     case = square("stale", 128, 600, (2, 1), causal=causal)
     x = gaussian(case)
     results = {mode: run(dataclasses.replace(case, mode=mode), x) for mode in MODES}
@@ -53,12 +54,11 @@ def test_delta_identities(judge, causal):
         d_o = x.d_o[0, :, h].to(DEVICE).double()
         # Before w is divided out, codes of w dO are what the product sees; consistent and stale share w.
         hat = stale.d_o_hat() / stale.w.double()[:, None]
-        hat_onepass = of_onepass.d_o_hat() / of_onepass.w.double()[:, None]
         size = d_o.norm(dim=1) * o.norm(dim=1)
         pairs = {
             "stale": (delta["stale"], (d_o * o).sum(dim=1)),
             "consistent": (delta["consistent"], (hat * o).sum(dim=1)),
-            "onepass": (delta["onepass"], (hat_onepass * (o + low)).sum(dim=1)),
+            "onepass": (delta["onepass"], of_onepass.onepass_delta(o + low)),
             "stale - consistent": (delta["stale"] - delta["consistent"], ((d_o - hat) * o).sum(dim=1)),
         }
         for name, (got, expected) in pairs.items():

@@ -31,13 +31,21 @@ def _pad(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0, 0, rows)) if rows else x
 
 
-def quantise(x: Tensor, block: int | None) -> Tensor:
-    """[..., rows, C] as codes hold it, one scale for ``block`` rows or for the whole tensor."""
+def _rounded_by_powers(x: Tensor, amax: Tensor) -> Tensor:
+    """x as codes with the power of two at or above amax / 448 for a scale hold it; NaN as in ``rounded``."""
+    unit = next_power(amax.clamp_min(AMAX_FLOOR) / E4M3_MAX) + amax * 0.0
+    return cast(x / unit) * unit
+
+
+def quantise(x: Tensor, block: int | None, powers: bool = False) -> Tensor:
+    """[..., rows, C] as codes hold it, one scale for ``block`` rows or for the whole tensor: amax / 448, or with
+    ``powers`` the power of two at or above it."""
+    hold = _rounded_by_powers if powers else rounded
     if block is None:
-        return rounded(x, x.abs().amax())
+        return hold(x, x.abs().amax())
     rows = x.shape[-2]
     blocks = _pad(x, -rows % block).unflatten(-2, (-1, block))
-    return rounded(blocks, blocks.abs().amax((-2, -1), keepdim=True)).flatten(-3, -2)[..., :rows, :]
+    return hold(blocks, blocks.abs().amax((-2, -1), keepdim=True)).flatten(-3, -2)[..., :rows, :]
 
 
 def inverse(total: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 What is computed is docs/numerics.md without the tensor core: operands are rounded to codes as there, products and sums
 are FP32. ``paper`` is the CPU twin's paper numerics, ablations included, up to the order of FP32 sums. ``hopper`` keeps
 what decides its errors (the codes, O's division by the rounded sum, the weight on dO, the centring) and leaves out the
-13-bit accumulator, the limit of the column bias and the exponents that rise over an interval: P keeps the forward's
-codes in the backward, and dS has its own power of two in each tile.
+13-bit accumulator (and so what onepass makes up for it), the limit of the column bias and the exponents that rise over
+an interval: P keeps the forward's codes in the backward, and dS has its own power of two in each tile.
 
 Every N x N matrix of a call exists in memory, so this is for short sequences. No operation waits for the device, and
 all are deterministic (on CUDA with CUBLAS_WORKSPACE_CONFIG set, as Torch asks).
@@ -180,7 +180,7 @@ def _forward(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, _Sta
     scores, for_dk, k_hat = _scores(call, q, k)
     p, p_hat = _probabilities(call, scores)
     total, total_hat = p.sum(-1, keepdim=True), p_hat.sum(-1, keepdim=True)
-    v_hat = quantise(v, call.block(TILE))
+    v_hat = quantise(v, call.block(TILE), powers=call.hopper)
     rounded_sum = (call.hopper or call.onepass) and call.recipe.normaliser == "default"
     o = (p_hat.flatten(1, 2) @ v_hat).unflatten(1, q.shape[1:3]) * inverse(total_hat if rounded_sum else total)
     stored = o.bfloat16().float()

@@ -9,6 +9,7 @@
 // puts references and sums where this one finds them: into gradients.shift and gradients.weight, which it overwrites.
 #include "cuda/collective/pack_cluster.h"
 #include "cuda/collective/pack_copies.h"
+#include "cuda/collective/pack_delta.h"
 #include "cuda/collective/pack_intervals.h"
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"
@@ -67,7 +68,8 @@ __global__ void __launch_bounds__(2 * kDim)
 struct RowStatistics {
   float weight[kImageRows];     // w; 0 for a row without keys or past the end
   float dv_weight[kImageRows];  // 2^k / rounded sum, likewise
-  float delta[kImageRows];      // delta'
+  float delta[kImageRows];      // delta'; onepass: first what O's codes leave of it
+  float o_scale[kImageRows];    // onepass: of O's codes
 };
 
 // Threads 0 ... 63: references, weights, and delta' where the caller gave delta.
@@ -199,23 +201,35 @@ __global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 *
 #pragma unroll
     for (int i = 0; i < pack::kThreadRows; ++i) {
       const Chunk o_row = o.row(i);
+      float code[2][4];
+      ptx::e4m3_unpack(row.word[i][0], code[0]);
+      ptx::e4m3_unpack(row.word[i][1], code[1]);
+      const auto d_code = [&](int c) { return code[c / 4][c % 4]; };
       float delta;
       if (input.rule == DeltaRule::stale) {
         const Chunk x = d_o.row(i);
         delta = row_dot<kDim>([&](int c) { return __fmul_rn(weight[i], pack::channel(x, c)); },
                               [&](int c) { return pack::channel(o_row, c); });
+      } else if (input.rule == DeltaRule::consistent) {
+        delta = __fmul_rn(d_scale.scale, row_dot<kDim>(d_code, [&](int c) { return pack::channel(o_row, c); }));
       } else {
-        float code[2][4];
-        ptx::e4m3_unpack(row.word[i][0], code[0]);
-        ptx::e4m3_unpack(row.word[i][1], code[1]);
-        const float dot = row_dot<kDim>([&](int c) { return code[c / 4][c % 4]; },
-                                        [&](int c) {
-                                          const float high = pack::channel(o_row, c);
-                                          return with_low ? __fadd_rn(high, pack::channel(o_low[i], c)) : high;
-                                        });
-        delta = __fmul_rn(d_scale.scale, dot);
+        float x[pack::kChunk];
+#pragma unroll
+        for (int c = 0; c < pack::kChunk; ++c)
+          x[c] = __fadd_rn(pack::channel(o_row, c), with_low ? pack::channel(o_low[i], c) : 0.0f);
+        const pack::OutputCodes of_o = pack::encode_output<kDim>(x);  // leaves the rest of O in x
+        delta = row_dot<kDim>(d_code, [&](int c) { return x[c]; });
+        o[i] = {row.word[i][0], row.word[i][1], of_o.word[0], of_o.word[1]};
+        if (me.chunk == 0) rows.o_scale[me.row(i)] = of_o.scale;
       }
       if (me.chunk == 0 && weight[i] != 0.0f) rows.delta[me.row(i)] = delta;
+    }
+    if (input.rule == DeltaRule::onepass) {
+      __syncwarp();
+      const pack::TruncatedDot<kDim> dot(o);
+      if (dot.first && rows.weight[dot.row] != 0.0f)
+        rows.delta[dot.row] =
+            __fmul_rn(d_scale.scale, __fmaf_rn(rows.o_scale[dot.row], dot.value, rows.delta[dot.row]));
     }
   }
   __syncthreads();  // O has been read

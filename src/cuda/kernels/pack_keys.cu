@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(2 * kDim, 512 / kDim)
   }
   pack::block_amax<Threads::kWarps>(amax, scratch);
   const auto k_scale = numerics::block_scale(__uint_as_float(amax[0]));
-  const auto v_scale = numerics::block_scale(__uint_as_float(amax[1]));
+  const auto v_scale = numerics::power_scale(__uint_as_float(amax[1]));
   if (threadIdx.x == 0) {
     codes.k_scale[at.at] = k_scale.scale;
     if (with_v) codes.v_scale[at.at] = v_scale.scale;

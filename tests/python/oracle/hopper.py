@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .arithmetic import F32, LN2, LOG2E, dot, e4m3, exp2, fma, from_bf16, ieee, power_of_two, to_bf16
-from .quantise import AMAX_FLOOR, FLUSH_ROWS, K_ROWS, Q_ROWS, bias_weights, operands, quantise
+from .quantise import AMAX_FLOOR, FLUSH_ROWS, K_ROWS, Q_ROWS, bias_weights, operands, power_scale_of, quantise
 from .tensor_core import product
 
 TILE, EXPONENT_KEYS = 64, 16
@@ -168,7 +168,12 @@ def shortcut_delta(mode, d, d_hat, o, o_low):
     if mode == "stale":
         return dot(d, high)
     scale = np.repeat(d_hat.scale, FLUSH_ROWS)[: d.shape[0]]
-    return scale * dot(d_hat.codes, high + from_bf16(o_low) if mode == "onepass" else high)
+    if mode == "consistent":
+        return scale * dot(d_hat.codes, high)
+    full = high + from_bf16(o_low)
+    o_hat = quantise(full, 1, scale_of=power_scale_of)
+    truncated = np.diagonal(product(d_hat.codes, o_hat.codes))
+    return scale * fma(o_hat.scale, truncated, dot(d_hat.codes, fma(-o_hat.scale[:, None], o_hat.codes, full)))
 
 
 def matched_delta(ops):

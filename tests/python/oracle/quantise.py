@@ -33,13 +33,25 @@ def scale_of(amax, never_zero=False):
     return F32(amax / F32(E4M3_MAX)), F32(F32(E4M3_MAX) / amax)
 
 
+def power_scale_of(amax):
+    """(scale, inverse): the smallest power of two with amax <= 448 scale."""
+    if not np.isfinite(amax):
+        return F32(np.nan), F32(np.nan)
+    if amax == 0:
+        return F32(0), F32(0)
+    fraction, exponent = np.frexp(np.float64(max(F32(amax), AMAX_FLOOR)) / E4M3_MAX)
+    exponent = int(exponent) - (fraction == 0.5)
+    return np.ldexp(F32(1), exponent), np.ldexp(F32(1), -exponent)
+
+
 @ieee
-def quantise(x, block, raise_by=None, never_zero=False):
+def quantise(x, block, raise_by=None, never_zero=False, scale_of=scale_of):
     """`raise_by(block index, scale)`: exponent by which a block's scale rises (the guard of the bias)."""
     codes, scales = np.zeros(x.shape, F32), []
     for index, start in enumerate(block_starts(x.shape[0], block)):
         part = x[start : start + block]
-        scale, inverse = scale_of(np.abs(part).max(), never_zero)
+        amax = np.abs(part).max()
+        scale, inverse = scale_of(amax, never_zero) if never_zero else scale_of(amax)
         if raise_by is not None:
             exponent = raise_by(index, scale)
             scale, inverse = np.ldexp(scale, exponent), np.ldexp(inverse, -exponent)
@@ -115,7 +127,8 @@ class Operands(NamedTuple):
 def operands(q, k, v, centre):
     k_mean = mean(k) if centre in ("k", "qk") else np.zeros(k.shape[1], F32)
     k_centred = k - k_mean
-    k8, v8, qt = quantise(k_centred, K_ROWS), quantise(v, K_ROWS), quantise(q, FLUSH_ROWS)
+    k8, qt = quantise(k_centred, K_ROWS), quantise(q, FLUSH_ROWS)
+    v8 = quantise(v, K_ROWS, scale_of=power_scale_of)
     if centre != "qk":
         q8 = quantise(q, Q_ROWS)
         return Operands(q8, k8, v8, qt, k_mean, [None] * len(q8.scale))
