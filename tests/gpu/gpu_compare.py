@@ -10,8 +10,10 @@ from gpu_calls import DEVICE, Case, Gradients, Inputs, Result, Saved
 from gpu_record import Judge
 from torch import Tensor
 
-#: GPU against twin, relative Frobenius (docs/numerics.md, section 7).
+#: GPU against twin, relative Frobenius (docs/numerics.md, section 7), and what dQ and dK, whose terms went through two
+#: casts, may take of it.
 LIMIT = 2e-3
+TWO_CASTS = dict(dq=math.sqrt(2), dk=math.sqrt(2))
 #: Pairs of a query and a key from which LIMIT holds as it is. The grade allows one code in a thousand to fall on the
 #: other side of its rounding, which is 2e-3 of a large sum; few terms feel a single such code more: 1 / sqrt of their
 #: number.
@@ -142,7 +144,8 @@ def compare(
         a, b = (torch.where(usual & a.isfinite(), t, 0) for t in (a, b))
         whole, head = distance(a, b, floor.get(name), row_vector=vector)
         sequences = len(case.q_lengths) if case.varlen else 1  # many short ones: few terms weigh most
-        limits = [limit * _flips(_pairs(case) / n) for n in (sequences, sequences * case.q_heads)]
+        base = limit * TWO_CASTS.get(name, 1.0)
+        limits = [base * _flips(_pairs(case) / n) for n in (sequences, sequences * case.q_heads)]
         if (whole > limits[0] or head > limits[1]) and not case.varlen:
             truth = truth or exact(case, x)
             own = distance(b, torch.where(usual, getattr(truth, name), 0), floor.get(name), row_vector=vector)
