@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 EPILOG = """examples:
   python -m train corpus anarchism --out build/corpus/anarchism         # English prose from a Debian package
@@ -152,6 +152,13 @@ def module_main(command: str) -> Callable[[Sequence[str]], int]:
     return main
 
 
+#: What Ctrl-C leaves of a command; others write their results whole, at the end.
+STOPPED: Final = {
+    "run": "stopped; --resume goes on from the last checkpoint",
+    "compare": "stopped; the same command goes on, runs that are done are not repeated",
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = {"run": command_run, "compare": command_compare}
@@ -162,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parser().parse_args(given)
         return own[chosen.command](chosen)
     except KeyboardInterrupt:
-        print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
+        print(STOPPED.get(given[0], "stopped; nothing was kept"), file=sys.stderr)
         return 130
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MemoryError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

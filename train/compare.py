@@ -193,17 +193,6 @@ def fingerprint(folder: str) -> str | None:
         return None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The file is as it was, or whole. Errors: RuntimeError, one line."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        durable.write(temporary, iter([memoryview(text.encode())]))
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RuntimeError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
 def summary(out: Path, todo: Sequence[Cell]) -> dict[str, Any]:
     """The document of a comparison, ``dmattn.compare/1``."""
     runs = [
@@ -227,8 +216,8 @@ def compare(
     with alone(out):
         failed = run_all(config, out, todo, device, jobs, threads)
         document = {**summary(out, todo), "config": str(config.name), "failed": failed}
-        write_whole(out / "compare.json", json.dumps(document, allow_nan=False) + "\n")
-        write_whole(out / "compare.md", markdown(document))
+        durable.replace(out / "compare.json", (json.dumps(document, allow_nan=False) + "\n").encode(), "--out")
+        durable.replace(out / "compare.md", markdown(document).encode(), "--out")
     return document
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from delta_matching import probe, version
 
 from . import distributed, optim
+from .checkpoint import durable
 from .config import MODES, Config
 from .log import TrainLog, read
 from .model import cross_entropy
@@ -117,9 +118,7 @@ def cut(path: Path, step: int) -> None:
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError(f"probe: {path}, line {len(kept) + 1}: not a measurement; move the file away") from None
         kept.append(line)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(b"".join(kept))
-    temporary.replace(path)
+    durable.replace(path, b"".join(kept), "probe")
 
 
 @contextlib.contextmanager

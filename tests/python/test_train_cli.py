@@ -192,6 +192,24 @@ def test_what_is_raised_is_one_line(
     assert capsys.readouterr().err.splitlines() == [line]
 
 
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("compare", "stopped; the same command goes on, runs that are done are not repeated"),
+        ("prepare", "stopped; nothing was kept"),
+    ],
+)
+def test_what_ctrl_c_leaves_is_said(monkeypatch: Any, capsys: Any, command: str, line: str) -> None:
+    def stop(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "command_compare", stop)
+    monkeypatch.setattr(cli, "module_main", lambda _: stop)
+    given = ["compare", "a.toml", "--out", "b"] if command == "compare" else ["prepare"]
+    assert cli.main(given) == 130
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
 def test_a_fault_of_the_program_is_a_traceback(tmp_path: Path, tokens: Path, monkeypatch: Any) -> None:
     """What no user can mend must not look like their mistake."""
 

@@ -197,6 +197,25 @@ def test_copying_refuses_an_alphabet_without_letters() -> None:
         copying(uniform, BYTES, [1])
 
 
+class Short:
+    """A model of this package, as far as its context goes."""
+
+    config = SimpleNamespace(context=200)
+
+    def __call__(self, ids: Tensor) -> Any:
+        assert ids.shape[1] <= self.config.context
+        return uniform(ids)
+
+
+def test_longer_than_the_context_is_refused_by_name() -> None:
+    recall(Short(), BYTES, TEXT, [200], samples=1)
+    with pytest.raises(ValueError, match=r"^lengths: expected lengths of at most 200 \(.* context is 200\), got 201$"):
+        recall(Short(), BYTES, TEXT, [201], samples=1)
+    copying(Short(), BYTES, [95], gap=10, samples=1)
+    with pytest.raises(ValueError, match=r"^copying: expected lengths of at most 95 \(.* context is 200\), got 96$"):
+        copying(Short(), BYTES, [96], gap=10, samples=1)
+
+
 def test_unknown_letters_are_not_in_the_alphabet() -> None:
     made = tokens.make_characters(["abc"])
     model = Looking()

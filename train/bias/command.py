@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from delta_matching import version
 
 from .. import checkpoint, config, distributed
+from ..checkpoint import durable
 from ..cli import Parser
 from ..config import ABLATIONS, MODES, AttentionConfig
 from ..loop import repeatable
@@ -109,20 +109,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def write(path: Path, document: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise RuntimeError(f"--out: {path} cannot be written: {error.strerror or error}") from None
-
-
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
     """The document of a command. Errors: ValueError, RuntimeError, OSError, each in one line."""
     check_batches(chosen.batches)
@@ -175,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.out.is_dir():
         raise ValueError(f"--out: expected a file, got the folder {chosen.out}")
     document = run(chosen)
-    write(chosen.out, document)
+    durable.replace(chosen.out, (json.dumps(document, allow_nan=False) + "\n").encode(), "--out")
     print(table.markdown(document))
     print(chosen.out)
     return 0

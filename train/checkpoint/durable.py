@@ -34,6 +34,20 @@ def write(path: Path, buffers: Iterator[memoryview]) -> str:
     return digest.hexdigest()
 
 
+def replace(path: Path, content: bytes, label: str) -> None:
+    """The file is as it was, or whole and on the disk. Errors: RuntimeError, one line that begins with ``label``."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary, iter([memoryview(content)]))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise RuntimeError(f"{label}: {str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
 def sync(folder: Path) -> None:
     """The names in a folder, through to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

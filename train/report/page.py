@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..checkpoint import durable
 from ..cli import Parser
 from .plots import of_bias, of_comparison, slug
 from .read import Bias, Comparison, load
@@ -81,20 +81,6 @@ def page(documents: Sequence[Comparison | Bias]) -> str:
     ])  # fmt: skip
 
 
-def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(text.encode("utf-8"))
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise RuntimeError(f"--out: {path} cannot be written: {error.strerror or error}") from None
-
-
 def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="python -m train report",
@@ -118,11 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if chosen.svg is not None and chosen.svg.exists() and not chosen.svg.is_dir():
         raise ValueError(f"--svg: expected a folder, got the file {chosen.svg}")
     documents = [load(path) for path in chosen.files]
-    write(chosen.out, page(documents))
+    durable.replace(chosen.out, page(documents).encode(), "--out")
     if chosen.svg is not None:
         chosen.svg.mkdir(parents=True, exist_ok=True)
         sheet = "\n" + style()[1]
         for plot in (plot for plots in drawn(documents) for plot in plots):
-            write(chosen.svg / f"{plot.name}.svg", svg(plot, plot.name, sheet) + "\n")
+            plotted = svg(plot, plot.name, sheet) + "\n"
+            durable.replace(chosen.svg / f"{plot.name}.svg", plotted.encode(), "--svg")
     print(chosen.out)
     return 0

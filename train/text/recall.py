@@ -35,6 +35,18 @@ SCHEMA = "dmattn.recall/1"
 Model = Callable[[Tensor], Any]  # int64 [B, N] -> logits [B, N, V], or an object that has them as .logits
 
 
+def _context(model: Model) -> int:
+    """Tokens that a model of this package takes; of another, more than anyone asks for."""
+    found = getattr(getattr(model, "config", None), "context", None)
+    return found if isinstance(found, int) else 1 << 62
+
+
+def _fits(model: Model, name: str, length: int, most: int) -> None:
+    if length > most:
+        context = getattr(getattr(model, "config", None), "context", None)
+        raise ValueError(f"{name}: expected lengths of at most {most} (the model's context is {context}), got {length}")
+
+
 class Prompt:
     """A sample: pieces of tokens that every depth shares."""
 
@@ -159,6 +171,7 @@ def recall(
     with _Evaluating(model):
         for length in lengths:
             length = whole("lengths", length, 1, 1 << 32)
+            _fits(model, "lengths", length, _context(model))
             prompts = [Prompt(tokens, text, filler, length, (seed, 3), sample) for sample in range(samples)]
             last = [len(prompt.value) for prompt in prompts]
             rows = {depth: [prompt.ids(depth) for prompt in prompts] for depth in (*depths, None)}
@@ -204,6 +217,7 @@ def copying(
     with _Evaluating(model):
         for length in lengths:
             length = whole("lengths", length, 2, 1 << 32)
+            _fits(model, "copying", length, (_context(model) - gap) // 2)
             firsts, both = [], []
             for sample in range(samples):
                 drawn = alphabet[draws((seed, 4), sample, [len(alphabet)] * (length + gap))]

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..checkpoint import durable
+
 Ids = npt.NDArray[np.uint32]
 KINDS = ("bytes", "characters", "bpe", "transformers")
 SIZE_LIMIT = 1 << 22  # ids; the largest vocabularies in use have a quarter of a million
@@ -293,15 +295,6 @@ def read_json(path: Path, schema: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, body: dict[str, Any]) -> None:
-    """Writes beside the file, then renames over it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="ascii", newline="\n") as file:
-            json.dump(body, file, indent=1, sort_keys=True, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RuntimeError(f"{path.name}: {str(path)!r} cannot be written: {error.strerror}") from None
+    """The file is as it was, or whole. Errors: RuntimeError, one line."""
+    text = json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    durable.replace(path, text.encode("ascii"), path.name)
