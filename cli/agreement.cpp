@@ -8,11 +8,11 @@
 #include <numbers>
 #include <utility>
 
+#include "abi/caller.h"
 #include "analysis/random.h"
 #include "core/error.h"
 #include "cpu/codes.h"
 #include "cpu/twin.h"
-#include "cuda/host_call.h"
 #include "delta_matching/delta_matching.h"
 #include "numerics/bf16.h"
 #include "numerics/constants.h"
@@ -20,6 +20,11 @@
 
 namespace dmattn::cli {
 namespace {
+
+using abi::Block;
+using abi::Inputs;
+using abi::Results;
+using abi::Side;
 
 // Bounded: docs/numerics.md, section 7. dQ and dK sum terms that went through two casts.
 double limit_of(const std::string& name) { return name == "dq" || name == "dk" ? 2e-3 * std::numbers::sqrt2 : 2e-3; }
@@ -40,79 +45,7 @@ std::vector<AgreementShape> shapes(bool quick) {
   return all;
 }
 
-int32_t code(Mode mode) {
-  switch (mode) {
-    case Mode::stale: return DMATTN_STALE;
-    case Mode::consistent: return DMATTN_CONSISTENT;
-    case Mode::onepass: return DMATTN_ONEPASS;
-    default: return DMATTN_MATCHED;
-  }
-}
-
-void call(dmattn_status status, const char* function) {
-  if (status == DMATTN_OK) return;
-  const std::string what = fmt::format("{}: {}", function, dmattn_last_error());
-  if (status == DMATTN_UNSUPPORTED) throw Unsupported(what);
-  if (status == DMATTN_DEVICE_ERROR) throw DeviceError(what);
-  if (status == DMATTN_OUT_OF_MEMORY) throw std::bad_alloc();
-  throw std::runtime_error(what);
-}
-
-// ---- memory of either side -----------------------------------------------------------------------------------------
-
-struct Side {
-  bool gpu;
-  int device_index;
-};
-
-// An array in the memory of a side; NaN until something is written.
-class Block {
- public:
-  Block(const Side& side, size_t bytes) : bytes_(bytes) {
-    if (side.gpu)
-      device_.emplace(side.device_index, bytes);
-    else
-      host_.assign(bytes, 0xff);
-  }
-  template <class T>
-  Block(const Side& side, const std::vector<T>& content) : Block(side, content.size() * sizeof(T)) {
-    write(content);
-  }
-
-  template <class T = void>
-  T* data() {
-    if (bytes_ == 0) return nullptr;
-    return static_cast<T*>(device_ ? device_->data() : static_cast<void*>(host_.data()));
-  }
-  template <class T>
-  void write(const std::vector<T>& from) {
-    if (from.size() * sizeof(T) != bytes_) throw std::logic_error("certify: sizes differ");
-    if (device_)
-      device_->write(from.data());
-    else if (bytes_ > 0)
-      std::memcpy(host_.data(), from.data(), bytes_);
-  }
-  template <class T>
-  std::vector<T> read() const {
-    std::vector<T> to(bytes_ / sizeof(T));
-    if (device_)
-      device_->read(to.data());
-    else if (bytes_ > 0)
-      std::memcpy(to.data(), host_.data(), bytes_);
-    return to;
-  }
-
- private:
-  size_t bytes_;
-  std::vector<uint8_t> host_;
-  std::optional<cuda::DeviceMemory> device_;
-};
-
 // ---- inputs --------------------------------------------------------------------------------------------------------
-
-struct Inputs {
-  std::vector<uint16_t> q, k, v, d_o;
-};
 
 // [batch, length, heads, head_dim]. Gaussian; or with a mean by channel, an outlier channel, rows of different size and
 // a block of zeros, so that codes and scales have something to disagree on.
@@ -146,8 +79,7 @@ Inputs inputs_of(const AgreementShape& s, uint64_t seed, bool varied) {
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
 dmattn_problem problem_of(const Side& side, const AgreementShape& s, Mode mode, size_t cap = 0) {
-  dmattn_problem problem{};
-  problem.struct_size = sizeof problem;
+  dmattn_problem problem = abi::hopper_problem(side, mode);
   problem.batch = s.batch;
   problem.q_heads = s.q_heads;
   problem.kv_heads = s.kv_heads;
@@ -156,21 +88,12 @@ dmattn_problem problem_of(const Side& side, const AgreementShape& s, Mode mode, 
   problem.head_dim = s.head_dim;
   problem.softmax_scale = static_cast<float>(1 / std::sqrt(static_cast<double>(s.head_dim)));
   problem.causal = s.causal ? 1 : 0;
-  problem.mode = code(mode);
-  problem.numerics = DMATTN_HOPPER;
-  problem.device = side.gpu ? DMATTN_CUDA : DMATTN_CPU;
-  problem.device_index = side.gpu ? side.device_index : 0;
   problem.workspace_cap = cap;
   return problem;
 }
 
-struct Sizes {
-  size_t forward = 0, backward = 0;
-};
-
-Sizes workspace_of(const dmattn_problem& problem) {
-  Sizes sizes;
-  call(dmattn_workspace_size(&problem, &sizes.forward, &sizes.backward), "dmattn_workspace_size");
+WorkspaceSizes workspace_of(const dmattn_problem& problem) {
+  const WorkspaceSizes sizes = abi::workspace_sizes(problem);
   const bool none = sizes.forward == 0 && sizes.backward == 0, both = sizes.forward > 0 && sizes.backward > 0;
   if (problem.device == DMATTN_CPU ? !none : !both)
     throw std::runtime_error(fmt::format("dmattn_workspace_size: {} and {} bytes on {}", sizes.forward, sizes.backward,
@@ -178,119 +101,13 @@ Sizes workspace_of(const dmattn_problem& problem) {
   return sizes;
 }
 
-// What a forward and a backward leave, on the host.
-struct Results {
-  std::vector<uint16_t> o, o_low, dq, dk, dv;
-  std::vector<float> lse, reference, sum, delta;
-};
-
-// The tensors of a call, in the memory of a side.
-class Tensors {
- public:
-  Tensors(const Side& side, const AgreementShape& s, const Inputs& in)
-      : side_(side),
-        s_(s),
-        q_(side, in.q),
-        k_(side, in.k),
-        v_(side, in.v),
-        d_o_(side, in.d_o),
-        o_(side, in.q.size() * sizeof(uint16_t)),
-        o_low_(side, in.q.size() * sizeof(uint16_t)),
-        dq_(side, in.q.size() * sizeof(uint16_t)),
-        dk_(side, in.k.size() * sizeof(uint16_t)),
-        dv_(side, in.v.size() * sizeof(uint16_t)),
-        lse_(side, rows() * sizeof(float)),
-        reference_(side, rows() * sizeof(float)),
-        sum_(side, 2 * rows() * sizeof(float)),
-        delta_(side, rows() * sizeof(float)) {}
-
-  void forward(Mode mode) {
-    const dmattn_problem problem = problem_of(side_, s_, mode);
-    const size_t bytes = workspace_of(problem).forward;
-    Block workspace(side_, bytes);
-    dmattn_forward_args args{};
-    args.struct_size = sizeof args;
-    args.q = of_queries(q_);
-    args.k = of_keys(k_);
-    args.v = of_keys(v_);
-    args.o = of_queries(o_);
-    args.lse = lse_.data<float>();
-    args.saved = saved(mode);
-    args.workspace = workspace.data();
-    args.workspace_bytes = bytes;
-    call(dmattn_forward(&problem, &args), "dmattn_forward");
-    wait("dmattn_forward");
-  }
-
-  void backward(Mode mode, size_t cap, bool delta_alone = false) {
-    const dmattn_problem problem = problem_of(side_, s_, mode, cap);
-    const size_t bytes = workspace_of(problem).backward;
-    Block workspace(side_, bytes);
-    dmattn_backward_args args{};
-    args.struct_size = sizeof args;
-    args.q = of_queries(q_);
-    args.k = of_keys(k_);
-    args.v = of_keys(v_);
-    args.o = of_queries(o_);
-    args.d_o = of_queries(d_o_);
-    args.saved = saved(mode);
-    args.delta_out = delta_.data<float>();
-    args.workspace = workspace.data();
-    args.workspace_bytes = bytes;
-    if (delta_alone) {
-      call(dmattn_delta(&problem, &args), "dmattn_delta");
-    } else {
-      args.dq = of_queries(dq_);
-      args.dk = of_keys(dk_);
-      args.dv = of_keys(dv_);
-      call(dmattn_backward(&problem, &args), "dmattn_backward");
-    }
-    wait(delta_alone ? "dmattn_delta" : "dmattn_backward");
-  }
-
-  // Puts another side's forward in place of the own one.
-  void take_forward(const Results& from) {
-    o_.write(from.o);
-    o_low_.write(from.o_low);
-    lse_.write(from.lse);
-    reference_.write(from.reference);
-    sum_.write(from.sum);
-  }
-
-  std::vector<float> delta() const { return delta_.read<float>(); }
-
-  Results results() const {
-    return {o_.read<uint16_t>(),      o_low_.read<uint16_t>(), dq_.read<uint16_t>(),
-            dk_.read<uint16_t>(),     dv_.read<uint16_t>(),    lse_.read<float>(),
-            reference_.read<float>(), sum_.read<float>(),      delta_.read<float>()};
-  }
-
- private:
-  size_t rows() const { return static_cast<size_t>(s_.batch * s_.q_heads * s_.q_len); }
-  dmattn_tensor tensor(Block& block, int64_t length, int64_t heads) const {
-    return {block.data(), length * heads * s_.head_dim, heads * s_.head_dim, s_.head_dim};
-  }
-  dmattn_tensor of_queries(Block& block) const { return tensor(block, s_.q_len, s_.q_heads); }
-  dmattn_tensor of_keys(Block& block) const { return tensor(block, s_.k_len, s_.kv_heads); }
-  dmattn_saved saved(Mode mode) {
-    dmattn_saved out{reference_.data<float>(), sum_.data<float>(), {}};
-    if (mode == Mode::onepass) out.o_low = of_queries(o_low_);
-    return out;
-  }
-  void wait(const char* what) const {
-    if (side_.gpu) cuda::wait_for_gpu(side_.device_index, what);
-  }
-
-  Side side_;
-  AgreementShape s_;
-  Block q_, k_, v_, d_o_, o_, o_low_, dq_, dk_, dv_, lse_, reference_, sum_, delta_;
-};
-
 Results run(const Side& side, const AgreementShape& shape, Mode mode, const Inputs& inputs, size_t cap = 0) {
-  Tensors tensors(side, shape, inputs);
-  tensors.forward(mode);
-  tensors.backward(mode, cap);
-  return tensors.results();
+  const dmattn_problem problem = problem_of(side, shape, mode, cap);
+  workspace_of(problem);
+  abi::Attention attention(side, problem, inputs);
+  attention.forward();
+  attention.backward();
+  return attention.results();
 }
 
 // ---- codes ---------------------------------------------------------------------------------------------------------
@@ -324,8 +141,8 @@ QuantisedOperand quantise(const Side& side, const AgreementShape& s, const Input
   if (is_query) args.k = {k.data(), s.k_len * s.kv_heads * s.head_dim, s.kv_heads * s.head_dim, s.head_dim};
   args.workspace = workspace.data();
   args.workspace_bytes = bytes;
-  call(dmattn_quantise(&problem, &args), "dmattn_quantise");
-  if (side.gpu) cuda::wait_for_gpu(side.device_index, "dmattn_quantise");
+  abi::call(dmattn_quantise(&problem, &args), "dmattn_quantise");
+  abi::wait(side, "dmattn_quantise");
   return {codes.read<uint8_t>(), scale.read<float>(), mean.read<float>()};
 }
 
@@ -471,10 +288,10 @@ class Measurement {
     add("dk", shape, mode, false, distance(ours.dk, twin.dk));
     add("dv", shape, mode, false, distance(ours.dv, twin.dv));
     if (mode != Mode::matched) {  // its delta is a sum over P, which is bounded alone
-      Tensors tensors(gpu_, shape, inputs);
-      tensors.take_forward(twin);
-      tensors.backward(mode, 0, true);
-      add("delta from the twin's forward", shape, mode, true, mismatches(tensors.delta(), twin.delta));
+      abi::Attention attention(gpu_, problem_of(gpu_, shape, mode), inputs);
+      attention.take_forward(twin);
+      attention.delta();
+      add("delta from the twin's forward", shape, mode, true, mismatches(attention.delta_out(), twin.delta));
     }
     add("a second run, all outputs", shape, mode, true, mismatches(run(gpu_, shape, mode, inputs), ours));
     add("workspace_cap 1, all outputs", shape, mode, true, mismatches(run(gpu_, shape, mode, inputs, kSmallCap), ours));
@@ -486,15 +303,6 @@ class Measurement {
 };
 
 }  // namespace
-
-void check_gpu(int device_index) {
-  const dmattn_problem problem = problem_of({true, device_index}, {1, 1, 1, 64, 1, 1, true}, Mode::matched);
-  size_t forward = 0, backward = 0;
-  if (dmattn_workspace_size(&problem, &forward, &backward) == DMATTN_OK) return;
-  throw Unsupported(
-      fmt::format("certify compares a CUDA GPU with the twin and needs a Hopper GPU (see --device-index): {}",
-                  dmattn_last_error()));
-}
 
 std::vector<AgreementCase> measure_agreement(const AgreementOptions& options) { return Measurement(options).run_all(); }
 

@@ -33,9 +33,6 @@ struct AgreementOptions {
   std::function<void(double fraction, const std::string& what)> progress;  // may be empty
 };
 
-// Throws Unsupported with one line if the kernels do not run on that GPU, or there is none.
-void check_gpu(int device_index);
-
 // Throws on a call that fails; what differs is a case that does not pass.
 std::vector<AgreementCase> measure_agreement(const AgreementOptions& options);
 

@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <map>
 
+#include "abi/caller.h"
 #include "cuda/host_call.h"
 #include "io/json_build.h"
 #include "numerics/constants.h"
@@ -120,7 +121,7 @@ std::string certificate_text(const std::vector<AgreementCase>& cases, const cuda
 }
 
 int run_certify(CertifyOptions options) {
-  check_gpu(options.agreement.device_index);
+  abi::check_gpu(options.agreement.device_index, "certify compares a CUDA GPU with the twin");
   const OutputFile file(options.out, "--out");
   const cuda::GpuIdentity gpu = cuda::gpu_identity(options.agreement.device_index);
   std::vector<AgreementCase> cases;

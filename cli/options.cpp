@@ -67,8 +67,8 @@ WorkedRow worked_example(RunOptions run, uint64_t seed) {
   return {worked_row({.seed = seed}, run), run};
 }
 
-CommonOptions::CommonOptions(CLI::App& app, Numerics default_numerics)
-    : numerics_(name(default_numerics)), device_("") {
+CommonOptions::CommonOptions(CLI::App& app, Numerics default_numerics, bool offers_gpu)
+    : numerics_(name(default_numerics)), offers_gpu_(offers_gpu) {
   app.add_option("--numerics", numerics_, "paper (the article's recipe) or hopper (what the kernels compute)")
       ->type_name("NAME")
       ->capture_default_str();
@@ -84,19 +84,32 @@ CommonOptions::CommonOptions(CLI::App& app, Numerics default_numerics)
       ->check(whole_number(0, kMostThreads))
       ->capture_default_str();
   app.add_option("--device", device_,
-                 "cpu, the twin that is measured, whose numbers are the GPU's within docs/numerics.md [cpu]")
+                 offers_gpu
+                     ? "What is measured: cpu, the twin, whose numbers are the GPU's within docs/numerics.md, or "
+                       "cuda, the kernels on a Hopper GPU [cpu]"
+                     : "cpu, the twin that is measured, whose numbers are the GPU's within docs/numerics.md [cpu]")
       ->type_name("NAME");
+  if (offers_gpu)
+    app.add_option("--device-index", device_index_, "GPU of --device cuda, counted from 0")
+        ->type_name("N")
+        ->check(whole_number(0, 1023))
+        ->capture_default_str();
   app.add_flag("--json", json_, "Print a JSON document in place of the table");
   app.add_option("--html", html_, "Also write a self-contained page with the plots")->type_name("FILE");
 }
 
 void CommonOptions::check_device() const {
   if (device_.empty() || device_ == "cpu") return;
-  if (device_ != "cuda") throw InvalidValue("--device: must be cpu or cuda, got " + in_quotes(device_));
+  if (!on_gpu()) throw InvalidValue("--device: must be cpu or cuda, got " + in_quotes(device_));
 #if defined(DMATTN_HAVE_CUDA)
-  throw Unsupported(
-      "--device: what is measured is the CPU twin, whose numbers are the GPU's within docs/numerics.md, section 7; "
-      "expected cpu, got cuda");
+  if (!offers_gpu_)
+    throw Unsupported(
+        "--device: what is measured is the CPU twin, whose numbers are the GPU's within docs/numerics.md, section 7; "
+        "expected cpu, got cuda");
+  if (!ablations_.empty())
+    throw Unsupported("--ablation: the GPU's kernels have no ablations, use --device cpu --numerics paper");
+  if (numerics_ == name(Numerics::paper))
+    throw Unsupported("--numerics: expected hopper with --device cuda, got paper (it runs on the CPU alone)");
 #else
   throw Unsupported("--device: no CUDA backend in this build, use --device cpu");
 #endif

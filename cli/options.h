@@ -20,7 +20,8 @@ WorkedRow worked_example(RunOptions run, uint64_t seed);
 
 class CommonOptions {
  public:
-  CommonOptions(CLI::App& app, Numerics default_numerics);
+  // `offers_gpu`: --device may be cuda.
+  CommonOptions(CLI::App& app, Numerics default_numerics, bool offers_gpu = false);
 
   // Throws InvalidValue or Unsupported. `threads` also bounds OpenMP's own loops.
   RunOptions run() const;
@@ -28,7 +29,9 @@ class CommonOptions {
   bool json() const { return json_; }
   const std::string& html() const { return html_; }
   uint64_t seed(uint64_t fallback) const { return seed_.value_or(fallback); }
-  std::string device() const { return "cpu"; }  // the twin measures, in every build
+  std::string device() const { return on_gpu() ? "cuda" : "cpu"; }
+  bool on_gpu() const { return device_ == "cuda"; }
+  int device_index() const { return device_index_; }
 
  private:
   void check_device() const;
@@ -36,8 +39,8 @@ class CommonOptions {
   std::string numerics_, centre_, device_, html_;
   std::vector<std::string> modes_, ablations_;
   std::optional<uint64_t> seed_;
-  int threads_ = 0;
-  bool json_ = false;
+  int threads_ = 0, device_index_ = 0;
+  bool json_ = false, offers_gpu_ = false;
 };
 
 // An option that may be given several times, one value or a comma-separated list each time. CLI11's own reading of a

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 
+#include "abi/layer_kernels.h"
 #include "command.h"
 #include "core/error.h"
 #include "io/html_report.h"
@@ -23,20 +24,21 @@ namespace {
 constexpr std::size_t kMostHeadsShown = 32;  // a screenful; --json has them all
 
 struct ProbeOptions {
-  explicit ProbeOptions(CLI::App& app) : common(app, Numerics::hopper) {}
+  explicit ProbeOptions(CLI::App& app) : common(app, Numerics::hopper, true) {}
   CommonOptions common;
   std::string file, heads, softmax_scale;
   bool full = false;
 };
 
-std::string describe(const Layer& layer, const RunOptions& run, const std::string& file) {
+std::string describe(const Layer& layer, const RunOptions& run, const std::string& file, bool on_gpu) {
   const std::string keys = layer.k_tokens == layer.q_tokens ? "" : fmt::format(", {} keys", layer.k_tokens);
   const std::string batch = layer.batch == 1 ? "" : fmt::format("{} sequences, ", layer.batch);
   return fmt::format(
       "{}\n  {}{} tokens{}, {} query and {} key heads of dimension {}, softmax scale {:.4g}, {}\n"
-      "  {} numerics, centred: {}\n",
+      "  {} numerics, centred: {}{}\n",
       one_line(in_quotes(file)), batch, layer.q_tokens, keys, layer.q_heads, layer.kv_heads, layer.head_dim,
-      layer.softmax_scale, layer.causal ? "causal" : "full attention", name(run.numerics), name(run.centre));
+      layer.softmax_scale, layer.causal ? "causal" : "full attention", name(run.numerics), name(run.centre),
+      on_gpu ? ", computed by the GPU" : "");
 }
 
 std::string mode_table(const ProbeResult& result) {
@@ -112,8 +114,9 @@ std::string verdict(const ProbeResult& result) {
   return text + ".\n";
 }
 
-std::string probe_text(const ProbeResult& result, const Layer& layer, const RunOptions& run, const std::string& file) {
-  return describe(layer, run, file) + mode_table(result) + head_table(result) + verdict(result);
+std::string probe_text(const ProbeResult& result, const Layer& layer, const RunOptions& run, const std::string& file,
+                       bool on_gpu) {
+  return describe(layer, run, file, on_gpu) + mode_table(result) + head_table(result) + verdict(result);
 }
 
 std::optional<float> softmax_scale(const std::string& text) {
@@ -123,8 +126,16 @@ std::optional<float> softmax_scale(const std::string& text) {
   return value;
 }
 
+ProbeResult measure(const Layer& layer, const RunOptions& run, const CommonOptions& common) {
+  if (!common.on_gpu()) return probe(layer, run);
+  abi::AbiKernels kernels({true, common.device_index()}, run);
+  return probe(layer, run, &kernels);
+}
+
 int run_probe(const ProbeOptions& options) {
   RunOptions run = options.common.run();
+  if (options.common.on_gpu())
+    abi::check_gpu(options.common.device_index(), "probe with --device cuda measures the kernels of a CUDA GPU");
   LayerOptions wanted;
   wanted.causal = !options.full;
   wanted.softmax_scale = softmax_scale(options.softmax_scale);
@@ -138,7 +149,7 @@ int run_probe(const ProbeOptions& options) {
   {
     Progress progress;
     run.progress = progress.callback();
-    result = probe(layer, run);
+    result = measure(layer, run, options.common);
   }
   restore_head_numbers(result, wanted.heads);
   if (page) {
@@ -146,7 +157,7 @@ int run_probe(const ProbeOptions& options) {
     page.write(probe_html(result, layer, options.file, row, {run, options.common.device()}));
   }
   print_out(options.common.json() ? probe_json(result, layer, run, options.file, options.common.device()) + "\n"
-                                  : probe_text(result, layer, run, options.file));
+                                  : probe_text(result, layer, run, options.file, options.common.on_gpu()));
   if (result.nonfinite_heads.empty()) return kDone;
   say_on_stderr(fmt::format("dmattn: left out heads {}: NaN or infinity in the input, or logits beyond 2^24\n",
                             fmt::join(result.nonfinite_heads, ", ")));
@@ -170,6 +181,7 @@ Command add_probe(CLI::App& parent) {
       "Examples:\n"
       "  dmattn probe layer.safetensors\n"
       "  dmattn probe layer.safetensors --html report.html\n"
+      "  dmattn probe layer.safetensors --device cuda\n"
       "  dmattn probe layer.safetensors --numerics paper --mode stale --mode matched --json");
   return {app, [options] { return run_probe(*options); }};
 }

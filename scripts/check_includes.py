@@ -19,7 +19,7 @@ ALLOWED = {
     "src/analysis": {"numerics", "core", "cpu", "cuda"},
     "src/io": {"numerics", "core", "cpu", "cuda", "analysis"},
     "src/abi": {"numerics", "core", "cpu", "cuda", "analysis", "io", "public"},
-    "cli": {"numerics", "core", "cpu", "cuda", "analysis", "io", "public"},
+    "cli": {"numerics", "core", "cpu", "cuda", "analysis", "io", "abi", "public"},
     "include/delta_matching": {"public"},
 }
 PARTS = {"numerics", "core", "cpu", "cuda", "analysis", "io", "abi"}

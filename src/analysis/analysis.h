@@ -73,7 +73,26 @@ struct ProbeResult {
   std::vector<int64_t> nonfinite_heads;  // query heads left out of the statistics: non-finite input
 };
 
-ProbeResult probe(const Layer& layer, const RunOptions& options);
+// What an implementation of hopper numerics other than the twin gives for one mode of a layer. Tensors hold BF16 bits
+// and are laid out like the layer's; row vectors are [batch][q_heads][q_tokens].
+struct LayerOutputs {
+  std::vector<uint16_t> o, dq;
+  std::vector<uint16_t> dk, dv;            // summed over the query heads of a KV head
+  std::vector<uint16_t> head_dk, head_dv;  // before that sum: [batch][k_tokens][q_heads][head_dim]
+  // As cpu::Forward has them: a sum is NaN where a row's logits leave the domain.
+  std::vector<float> reference, sum, sum_rounded;
+  std::vector<float> delta;  // true delta
+};
+
+class LayerKernels {
+ public:
+  virtual ~LayerKernels() = default;
+  virtual LayerOutputs run(const Layer& layer, Mode mode) = 0;
+};
+
+// Measures the twin; or `kernels`: errors are those of their outputs, and what is said of dS is of the twin's tiles on
+// their row sums and delta. Their dk and dv of a head are BF16 already, the twin's still FP32.
+ProbeResult probe(const Layer& layer, const RunOptions& options, LayerKernels* kernels = nullptr);
 
 // Throws Unsupported where numerics, centre, head_dim and modes do not go together.
 void check_options(const Layer& layer, const RunOptions& options);

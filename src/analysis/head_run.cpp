@@ -12,12 +12,14 @@
 namespace dmattn {
 namespace {
 
-std::vector<float> gather(const std::vector<float>& x, int64_t tokens, int64_t heads, int64_t dim, int64_t batch,
-                          int64_t head, int64_t dim_padded) {
+template <class T, class Decode>
+std::vector<float> gather(const std::vector<T>& x, int64_t tokens, int64_t heads, int64_t dim, int64_t batch,
+                          int64_t head, Decode decode) {
+  const int64_t dim_padded = cpu::round_up(dim, cpu::kLanes);
   std::vector<float> out(static_cast<size_t>(tokens * dim_padded), 0.0f);
   for (int64_t i = 0; i < tokens; ++i) {
-    const float* source = x.data() + ((batch * tokens + i) * heads + head) * dim;
-    std::copy(source, source + dim, out.data() + i * dim_padded);
+    const T* source = x.data() + ((batch * tokens + i) * heads + head) * dim;
+    std::transform(source, source + dim, out.data() + i * dim_padded, decode);
   }
   return out;
 }
@@ -35,15 +37,25 @@ Mode encoding_of(Mode mode) { return mode == Mode::max_shift || mode == Mode::pe
 
 }  // namespace
 
+std::vector<float> head_of(const std::vector<float>& x, int64_t tokens, int64_t heads, int64_t dim, int64_t batch,
+                           int64_t head) {
+  return gather(x, tokens, heads, dim, batch, head, [](float value) { return value; });
+}
+
+std::vector<float> head_of(const std::vector<uint16_t>& x, int64_t tokens, int64_t heads, int64_t dim, int64_t batch,
+                           int64_t head) {
+  return gather(x, tokens, heads, dim, batch, head, [](uint16_t bits) { return numerics::bf16_decode(bits); });
+}
+
 HeadInputs head_inputs(const Layer& layer, int64_t batch, int64_t q_head) {
   HeadInputs in;
   in.shape = {layer.q_tokens,      layer.k_tokens, layer.head_dim, cpu::round_up(layer.head_dim, cpu::kLanes),
               layer.softmax_scale, layer.causal};
   const int64_t kv_head = q_head / (layer.q_heads / layer.kv_heads), dim = layer.head_dim;
-  in.q = gather(layer.q, layer.q_tokens, layer.q_heads, dim, batch, q_head, in.shape.dim_padded);
-  in.d_o = gather(layer.d_o, layer.q_tokens, layer.q_heads, dim, batch, q_head, in.shape.dim_padded);
-  in.k = gather(layer.k, layer.k_tokens, layer.kv_heads, dim, batch, kv_head, in.shape.dim_padded);
-  in.v = gather(layer.v, layer.k_tokens, layer.kv_heads, dim, batch, kv_head, in.shape.dim_padded);
+  in.q = head_of(layer.q, layer.q_tokens, layer.q_heads, dim, batch, q_head);
+  in.d_o = head_of(layer.d_o, layer.q_tokens, layer.q_heads, dim, batch, q_head);
+  in.k = head_of(layer.k, layer.k_tokens, layer.kv_heads, dim, batch, kv_head);
+  in.v = head_of(layer.v, layer.k_tokens, layer.kv_heads, dim, batch, kv_head);
   in.finite = all_finite(in.q) && all_finite(in.k) && all_finite(in.v) && all_finite(in.d_o);
   return in;
 }
@@ -116,6 +128,26 @@ HeadMode HeadRunner::run(Mode mode, cpu::KeySums* group) {
   out.dq = std::move(gradients.dq);
   out.dk = std::move(gradients.dk);
   out.dv = std::move(gradients.dv);
+  return out;
+}
+
+HeadMode HeadRunner::measure(Mode mode, HeadOutputs outputs) {
+  const Operands& operands_of_mode = operands(mode);
+  cpu::BackwardInput in;
+  in.mode = mode;
+  in.d_o = inputs_.d_o.data();
+  in.o_stored = in.o_full = outputs.o.data();
+  in.reference = outputs.reference.data();
+  in.sum = outputs.sum.data();
+  in.sum_rounded = outputs.sum_rounded.data();
+  in.delta = outputs.delta.data();
+  HeadMode out;
+  cpu::backward(inputs_.shape, operands_of_mode.config, operands_of_mode.kv, operands_of_mode.query, in,
+                {false, false, false}, &out.diagnostics);
+  out.o = std::move(outputs.o);
+  out.dq = std::move(outputs.dq);
+  out.dk = std::move(outputs.dk);
+  out.dv = std::move(outputs.dv);
   return out;
 }
 

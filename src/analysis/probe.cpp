@@ -2,10 +2,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <optional>
 
 #include <omp.h>
 
 #include "analysis/head_run.h"
+#include "analysis/kernel_run.h"
 #include "analysis/statistics.h"
 #include "core/error.h"
 #include "cpu/parallel.h"
@@ -109,8 +111,10 @@ void accumulate(std::vector<T>& sum, std::vector<T>&& part) {
 
 class LayerProbe {
  public:
-  LayerProbe(const Layer& layer, const RunOptions& options)
-      : layer_(layer), options_(options), amax_(tensor_amax(layer, options)) {}
+  LayerProbe(const Layer& layer, const RunOptions& options, LayerKernels* kernels)
+      : layer_(layer), options_(options), amax_(tensor_amax(layer, options)) {
+    if (kernels) kernels_.emplace(layer, options.modes, *kernels);
+  }
 
   std::vector<Group> run() {
     const int64_t items = layer_.batch * layer_.kv_heads;
@@ -137,30 +141,38 @@ class LayerProbe {
     group.entropy.resize(static_cast<size_t>(members));
     GroupSums sums;
     for (int64_t member = 0; member < members; ++member) {
-      const HeadInputs inputs = head_inputs(layer_, batch, kv_head * members + member);
       const auto at = static_cast<size_t>(member);
-      group.finite.push_back(inputs.finite && run_head(inputs, group.heads[at], group.entropy[at], sums));
+      group.finite.push_back(run_head(batch, kv_head * members + member, group.heads[at], group.entropy[at], sums));
       report_progress();
     }
     for (auto& [mode, sum] : sums.modes) {
-      cpu::finish(options_.numerics, layer_.softmax_scale, sum);
-      for (auto* x : {&sum.dk, &sum.dv})
-        for (float& value : *x) value = numerics::bf16_round(value);
+      if (kernels_) {
+        sum = {kernels_->group_dk(mode, batch, kv_head), kernels_->group_dv(mode, batch, kv_head)};
+      } else {
+        cpu::finish(options_.numerics, layer_.softmax_scale, sum);
+        for (auto* x : {&sum.dk, &sum.dv})
+          for (float& value : *x) value = numerics::bf16_round(value);
+      }
       group.whole[mode].dk.add(sum.dk, sums.dk_truth);
       group.whole[mode].dv.add(sum.dv, sums.dv_truth);
     }
     return group;
   }
 
-  // False, and nothing added, for a head whose logits leave the domain.
-  bool run_head(const HeadInputs& inputs, std::map<Mode, Tally>& tallies, Entropy& entropy, GroupSums& sums) {
+  HeadMode run_mode(HeadRunner& runner, Mode mode, int64_t batch, int64_t q_head, cpu::KeySums& group) const {
+    return kernels_ ? runner.measure(mode, kernels_->head(mode, batch, q_head)) : runner.run(mode, &group);
+  }
+
+  // False, and nothing added, for a head whose inputs are not finite or whose logits leave the domain.
+  bool run_head(int64_t batch, int64_t q_head, std::map<Mode, Tally>& tallies, Entropy& entropy, GroupSums& sums) {
+    const HeadInputs inputs = head_inputs(layer_, batch, q_head);
     HeadRunner runner(inputs, options_, amax_);
-    if (!runner.in_domain()) return false;
+    if (!inputs.finite || (kernels_ ? kernels_->left_out(batch, q_head) : !runner.in_domain())) return false;
     cpu::Reference truth = cpu::reference_attention(inputs.shape, inputs.q.data(), inputs.k.data(), inputs.v.data(),
                                                     inputs.d_o.data(), options_.threads);
     entropy.add(inputs.shape, truth.entropy);
     for (const Mode mode : options_.modes) {
-      const HeadMode result = runner.run(mode, &sums.modes[mode]);
+      const HeadMode result = run_mode(runner, mode, batch, q_head, sums.modes[mode]);
       Tally& tally = tallies[mode];
       tally.add_rows(inputs.shape, result.diagnostics);
       tally.o.add(result.o, truth.o);
@@ -182,6 +194,7 @@ class LayerProbe {
   const Layer& layer_;
   const RunOptions& options_;
   TensorAmax amax_;
+  std::optional<KernelRun> kernels_;  // measured in place of the twin
   std::atomic<int64_t> done_{0};
 };
 
@@ -201,9 +214,11 @@ void check_options(const Layer& layer, const RunOptions& options) {
                       " (paper numerics takes any)");
 }
 
-ProbeResult probe(const Layer& layer, const RunOptions& options) {
+ProbeResult probe(const Layer& layer, const RunOptions& options, LayerKernels* kernels) {
   check_options(layer, options);
-  const std::vector<Group> groups = LayerProbe(layer, options).run();
+  if (kernels && options.numerics == Numerics::paper)
+    throw Unsupported("numerics: kernels other than the twin compute hopper numerics alone, got paper");
+  const std::vector<Group> groups = LayerProbe(layer, options, kernels).run();
   ProbeResult out;
   std::map<Mode, Tally> whole;
   const int64_t members = layer.q_heads / layer.kv_heads;

@@ -121,7 +121,7 @@ std::string probe_html(const ProbeResult& result, const Layer& layer, const std:
   return report_page("probe", "dmattn probe: " + file,
                      {"head_probe.html", "delta.html", "row.html", "residual.html", "heads.html", "errors.html",
                       "passes.html", "foot.html"},
-                     document, row_data(row.result, row.options, context.device));
+                     document, row_data(row.result, row.options, "cpu"));  // the worked row is the twin's
 }
 
 std::string sweep_html(const std::vector<SweepRow>& rows, const WorkedRow& row, const ReportContext& context) {

@@ -279,17 +279,62 @@ def test_bad_arguments(layer: Path, arguments: list[str], says: str) -> None:
     refused(*[str(layer) if argument == "FILE" else argument for argument in arguments], says=says)
 
 
-@pytest.mark.parametrize("command", [["probe", "FILE"], ["row"], ["sweep"]])
-def test_the_twin_is_what_is_measured(layer: Path, command: list[str]) -> None:
-    command = [str(layer) if part == "FILE" else part for part in command]
-    has_backend = "cuda" in document("info")["backends"]
-    refused(*command, "--device", "cuda", says="expected cpu, got cuda" if has_backend else "no CUDA backend")
+def has_backend() -> bool:
+    return "cuda" in document("info")["backends"]
+
+
+def has_hopper() -> bool:
+    return any(gpu["capability"] == "9.0" for gpu in document("info")["gpus"])
+
+
+@pytest.mark.parametrize("command", ["row", "sweep"])
+def test_the_twin_is_what_is_measured(command: str) -> None:
+    refused(command, "--device", "cuda", says="expected cpu, got cuda" if has_backend() else "no CUDA backend")
+    refused(command, "--device-index", "0", says="--device-index")
     assert document("row", "--device", "cpu") == document("row")
+
+
+def test_probe_of_the_gpu_is_refused(layer: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    command = ["probe", str(layer), "--device", "cuda", "--html", str(page)]
+    if not has_backend():
+        refused(*command, says="--device: no CUDA backend in this build")
+        return
+    refused(*command, "--numerics", "paper", says="--numerics: expected hopper with --device cuda, got paper")
+    refused(*command, "--ablation", "bf16_dp", says="--ablation: the GPU's kernels have no ablations")
+    refused(*command, "--device-index", "1023", says="needs a Hopper GPU (see --device-index)")
+    if not has_hopper():
+        refused(*command, says="needs a Hopper GPU (see --device-index)")
+        reason = dmattn("certify").stderr.partition("(see --device-index)")[2]
+        assert reason and dmattn(*command).stderr.endswith(reason)
+    assert not page.exists()
+    assert document("probe", layer, "--device", "cpu") == document("probe", layer)
+
+
+def test_probe_of_the_gpu(tmp_path: Path) -> None:
+    if not has_hopper():
+        pytest.skip("needs a Hopper GPU")
+    page = tmp_path / "page.html"
+    found, twin = document("probe", EXAMPLE, "--device", "cuda", "--html", page), document("probe", EXAMPLE)
+    assert (found["device"], twin["device"]) == ("cuda", "cpu")
+    assert list(found) == list(twin) and found["input"] == twin["input"]
+    assert '"device":"cuda"' in page.read_text().replace(" ", "")
+    stale = twin["modes"]["stale"]["residual"]["median"]
+    for mode in MODES:
+        ours, theirs = found["modes"][mode], twin["modes"][mode]
+        assert ours["error"] == pytest.approx(theirs["error"], rel=0.05)
+        if mode == "matched":
+            assert ours["residual"]["median"] < stale / 100
+        else:
+            assert ours["residual"]["median"] == pytest.approx(theirs["residual"]["median"], rel=0.05)
+    for ours, theirs in zip(found["heads"], twin["heads"], strict=True):
+        assert ours["entropy"] == theirs["entropy"]
+        assert ours["modes"]["matched"]["error"] == pytest.approx(theirs["modes"]["matched"]["error"], rel=0.1)
 
 
 def test_certify(tmp_path: Path) -> None:
     out = tmp_path / "certificate.json"
-    if not any(gpu["capability"] == "9.0" for gpu in document("info")["gpus"]):
+    if not has_hopper():
         for options in ([], ["--json"], ["--quick", "--device-index", "1", "--out", out]):
             refused("certify", *options, says="CUDA")
         assert not out.exists()
@@ -310,3 +355,5 @@ def test_help(command: str) -> None:
     assert done.returncode == 0 and done.stderr == ""
     if command != "info":
         assert "Examples:" in done.stdout
+    assert ("--device-index" in done.stdout) == (command in ("probe", "certify"))
+    assert ("--device cuda" in done.stdout) == (command == "probe")
