@@ -361,7 +361,8 @@ class Clock:
                 import pynvml
 
                 pynvml.nvmlInit()
-                self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+                own = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # NVML also counts GPUs that CUDA does not see
+                self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(own)
 
     def read(self) -> None:
         if self.nvml is not None:

@@ -187,7 +187,8 @@ def _load(path: Path, mode: str) -> tuple[Case, Inputs]:
 @pytest.mark.parametrize("path", _layers(), ids=lambda p: p.stem)
 def test_real_layer(judge, path, mode):
     """Against the twin; and errors against FP64 beside those of an independent simulation with Q centred. It has scales
-    for 128 rows of dO where the kernels have them for 512, which shows in dV of layers with a few loud rows."""
+    for 128 rows of dO where the kernels have them for 512, which shows in dV of layers with a few loud rows. What
+    consistent and stale lose, single tokens of saturated heads decide: a half more or less."""
     case, x = _load(path, mode)
     gpu, twin, truth = run(case, x), run(case, x, "cpu"), exact(case, x)
     compare(judge, case, x, gpu, twin)
@@ -198,6 +199,7 @@ def test_real_layer(judge, path, mode):
     for name in ("o", "dq", "dk", "dv"):
         got = distance(gpu.tensors()[name], getattr(truth, name)).whole
         detail = f"{got:.5f} and {target[mode][name]:.5f}"
+        limit = 1.5 if mode not in ("matched", "onepass") else 1.25 if name == "dv" else 1.15
         judge.at_most(
-            f"error of {name} beside the simulation's", got / target[mode][name], 1.25, case, "property", detail
+            f"error of {name} beside the simulation's", got / target[mode][name], limit, case, "property", detail
         )
