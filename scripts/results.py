@@ -116,7 +116,7 @@ What they say:
 - Centring Q (hopper numerics) halves the error of O and takes 20 to 70 % off the gradients' where K has large
   shared components (`smollm2_l15`, `gemma3_l11`).
 - Hopper's integer references round the largest P of a row as well, where the article's amax / 448 scale keeps it exact:
-  consistent's residual is up to 2.6 times as large, and one sharp head (7 of `smollm2_l29`) has dQ off by 8.6 % in it,
+  consistent's residual is up to 2.6 times as large, and one sharp head (7 of `smollm2_l29`) has dQ off by 8.7 % in it,
   where an independent simulation with the article's codes and Q centred has 4.5 %. matched and onepass do not see it.
 - `per_tensor` is what one scale a tensor and no centring do: on the Qwen layers O itself is lost.
 """

@@ -152,7 +152,7 @@ def module_main(command: str) -> Callable[[Sequence[str]], int]:
     return main
 
 
-#: What Ctrl-C leaves of a command; others write their results whole, at the end.
+#: What Ctrl-C leaves of commands that go on where they were.
 STOPPED: Final = {
     "run": "stopped; --resume goes on from the last checkpoint",
     "compare": "stopped; the same command goes on, runs that are done are not repeated",
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parser().parse_args(given)
         return own[chosen.command](chosen)
     except KeyboardInterrupt:
-        print(STOPPED.get(given[0], "stopped; nothing was kept"), file=sys.stderr)
+        print(STOPPED.get(given[0], "stopped"), file=sys.stderr)
         return 130
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MemoryError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

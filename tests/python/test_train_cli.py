@@ -196,7 +196,7 @@ def test_what_is_raised_is_one_line(
     ("command", "line"),
     [
         ("compare", "stopped; the same command goes on, runs that are done are not repeated"),
-        ("prepare", "stopped; nothing was kept"),
+        ("prepare", "stopped"),
     ],
 )
 def test_what_ctrl_c_leaves_is_said(monkeypatch: Any, capsys: Any, command: str, line: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +37,7 @@ def write(path: Path, buffers: Iterator[memoryview]) -> str:
 
 def replace(path: Path, content: bytes, label: str) -> None:
     """The file is as it was, or whole and on the disk. Errors: RuntimeError, one line that begins with ``label``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")  # a process killed may have left one of its own
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -44,6 +45,7 @@ def replace(path: Path, content: bytes, label: str) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+        sync(path.parent)
     except OSError as error:
         raise RuntimeError(f"{label}: {str(path)!r} cannot be written: {error.strerror or error}") from None
 

@@ -207,7 +207,7 @@ def copying(
     `second`; one that only knows the alphabet has -ln 26 in both. ValueError, one line, for a bad argument.
     """
     samples, seed = whole("samples", samples, 1, 1 << 20), whole("seed", seed, 0, 2**64 - 1)
-    gap, batch = whole("gap", gap, 0, 1 << 32), whole("batch", batch, 1, 1 << 20)
+    gap, batch = whole("gap", gap, 0, max(0, min(1 << 32, _context(model) - 4))), whole("batch", batch, 1, 1 << 20)
     pairs = [(letter, tokens.encode(letter)) for letter in LETTERS]
     singles = [ids for letter, ids in pairs if len(ids) == 1 and tokens.decode(ids) == letter]
     alphabet = np.unique(np.concatenate(singles)) if singles else np.zeros(0, np.uint32)
