@@ -120,10 +120,13 @@ def test_a_positive_residual_flattens(epsilon):
 def test_rms_and_mean_agree_with_the_magnitudes():
     q, k, v, d_o = (bf16(30, 2, DIM) for _ in range(4))
     document = probe(q, k, v, d_o)
-    for numbers in (one["modes"][mode] for one in document["heads"] for mode in one["modes"]):
+    for mode, numbers in (item for one in document["heads"] for item in one["modes"].items()):
         signed = numbers["signed_residual"]
         assert abs(signed["mean"]) <= signed["rms"] <= numbers["residual"]["max"]
-        assert signed["sharpens"] + signed["flattens"] == pytest.approx(1)  # no row sums to zero exactly in FP32
+        # Rows that sum to zero exactly do neither. matched leaves round-off alone, and a row of few keys may have none:
+        # up to three of the 29 in 300 draws.
+        neither = 1 - signed["sharpens"] - signed["flattens"]
+        assert neither == pytest.approx(0) or (mode == "matched" and 0 < neither < 6 / 29), (mode, neither)
     assert "columns_after_cast" not in document["modes"]["stale"]
     assert len(document["heads"][1]["modes"]["stale"]["columns_after_cast"]) == DIM
 
