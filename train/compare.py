@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -15,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,17 +228,6 @@ def check_device(device: str) -> None:
         raise RuntimeError("--device: cuda was asked for, and PyTorch sees no GPU")
 
 
-@contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> contextlib.AbstractContextManager[None]:
     """Refuse a second comparison in the same folder: it would count the first one's runs as failed."""
-    handle = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"--out: another comparison is running in {out}") from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(handle)
+    return durable.claimed(out, f"--out: another comparison is running in {out}")

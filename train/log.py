@@ -12,7 +12,6 @@ JSON lacks NaN and infinity: such a number is null, and the line's ``nonfinite``
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -59,7 +58,7 @@ class TrainLog:
         except OSError as error:
             raise self._failure(error) from error
         try:
-            _lock(self._handle, self._path)
+            durable.claim(self._handle, f"log: another process is writing to {self._path}")
             self._cut(step)
             if self._kept is not None:  # TensorBoard forgets all of the step that it continues at
                 self._mirror("validation", step, self._kept)
@@ -270,15 +269,6 @@ def _check(entry: dict[str, Any], last: int) -> None:
             raise ValueError(f"{name}: expected a finite number, or null with its name in nonfinite")
     if kind == "event" and not isinstance(entry.get("event"), str):
         raise ValueError("event: expected its name")
-
-
-def _lock(handle: int, path: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RuntimeError(f"log: another process is writing to {path}") from error
-    except OSError:
-        pass  # a file system without locks
 
 
 def _writer(folder: Path, step: int) -> Any:

@@ -7,7 +7,6 @@ a generator that runs on. So a resumed training has the bits of one that was nev
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import shutil
@@ -186,12 +185,7 @@ def drop(out: Path) -> None:
     """Remove an earlier run. Errors: RuntimeError if it still runs."""
     if (out / "log.jsonl").exists():
         with (out / "log.jsonl").open("rb") as log:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RuntimeError(f"--out: another process is training in {out}") from None
-            except OSError:
-                pass  # a file system without locks
+            durable.claim(log.fileno(), f"--out: another process is training in {out}")
     for name in ("result.json", "probe.jsonl", "log.jsonl"):
         (out / name).unlink(missing_ok=True)
     for name in ("checkpoints", "tensorboard"):

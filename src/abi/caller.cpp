@@ -185,7 +185,9 @@ void Attention::forward() {
   wait(side_, "dmattn_forward");  // before the workspace goes
 }
 
-dmattn_backward_args Attention::backward_args() {
+void Attention::run_backward(BackwardCall function, const char* name, bool gradients) {
+  const size_t bytes = workspace_sizes(problem_).backward;
+  Block workspace(side_, bytes);
   dmattn_backward_args args{};
   args.struct_size = sizeof args;
   args.q = of_queries(q_);
@@ -195,29 +197,20 @@ dmattn_backward_args Attention::backward_args() {
   args.d_o = of_queries(d_o_);
   args.saved = saved();
   args.delta_out = delta_.data<float>();
-  return args;
+  if (gradients) {
+    args.dq = of_queries(dq_);
+    args.dk = of_keys(dk_);
+    args.dv = of_keys(dv_);
+  }
+  args.workspace = workspace.data();
+  args.workspace_bytes = bytes;
+  call(function(&problem_, &args), name);
+  wait(side_, name);
 }
 
-void Attention::backward() {
-  dmattn_backward_args args = backward_args();
-  args.workspace_bytes = workspace_sizes(problem_).backward;
-  Block workspace(side_, args.workspace_bytes);
-  args.workspace = workspace.data();
-  args.dq = of_queries(dq_);
-  args.dk = of_keys(dk_);
-  args.dv = of_keys(dv_);
-  call(dmattn_backward(&problem_, &args), "dmattn_backward");
-  wait(side_, "dmattn_backward");
-}
+void Attention::backward() { run_backward(dmattn_backward, "dmattn_backward", true); }
 
-void Attention::delta() {
-  dmattn_backward_args args = backward_args();
-  args.workspace_bytes = workspace_sizes(problem_).backward;
-  Block workspace(side_, args.workspace_bytes);
-  args.workspace = workspace.data();
-  call(dmattn_delta(&problem_, &args), "dmattn_delta");
-  wait(side_, "dmattn_delta");
-}
+void Attention::delta() { run_backward(dmattn_delta, "dmattn_delta", false); }
 
 void Attention::take_forward(const Results& from) {
   o_.write(from.o);

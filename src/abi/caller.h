@@ -101,7 +101,8 @@ class Attention {
   dmattn_tensor of_queries(Block& block) const { return tensor(block, problem_.q_len, problem_.q_heads); }
   dmattn_tensor of_keys(Block& block) const { return tensor(block, problem_.k_len, problem_.kv_heads); }
   dmattn_saved saved();
-  dmattn_backward_args backward_args();  // without gradients and workspace
+  using BackwardCall = dmattn_status (*)(const dmattn_problem*, const dmattn_backward_args*);
+  void run_backward(BackwardCall function, const char* name, bool gradients);
 
   Side side_;
   dmattn_problem problem_;

@@ -191,7 +191,7 @@ void quantise(const Problem& problem, const dmattn_quantise_args& args) {
       for (int64_t i = 0; i < view.rows * dim_padded; ++i)
         x[static_cast<size_t>(i)] -= mean[static_cast<size_t>(i % dim_padded)];
     }
-    const ScaleRule rule = args.operand == DMATTN_OPERAND_V ? value_scale(problem.numerics) : scale_by_amax;
+    const ScaleRule rule = args.operand == DMATTN_OPERAND_V ? value_scale(problem.numerics) : ScaleRule::amax;
     const Codes codes = quantise(x.data(), view.rows, dim_padded, block, -1.0f, rule);
     float* scale = args.scale + item * blocks;
     std::fill(scale, scale + blocks, 0.0f);

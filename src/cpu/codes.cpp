@@ -3,14 +3,13 @@
 #include <algorithm>
 
 #include "cpu/tile_kernels.h"
+#include "numerics/scale.h"
 
 namespace dmattn::cpu {
 
 using numerics::kTile;
 
-numerics::BlockScale scale_by_amax(float amax) { return numerics::block_scale(amax); }
-numerics::BlockScale scale_by_power(float amax) { return numerics::power_scale(amax); }
-ScaleRule value_scale(Numerics numerics) { return numerics == Numerics::hopper ? scale_by_power : scale_by_amax; }
+ScaleRule value_scale(Numerics numerics) { return numerics == Numerics::hopper ? ScaleRule::power : ScaleRule::amax; }
 
 Codes quantise(const float* x, int64_t rows, int64_t dim_padded, int64_t block, float fixed_amax, ScaleRule rule) {
   const TileKernels& kernels = tile_kernels();
@@ -21,8 +20,8 @@ Codes quantise(const float* x, int64_t rows, int64_t dim_padded, int64_t block, 
   for (int64_t b = 0; b < blocks_of(rows, block); ++b) {
     const int64_t first = b * block, count = std::min(block, rows - first) * dim_padded;
     const float* source = x + first * dim_padded;
-    const float own = kernels.amax(source, count);
-    const auto scale = rule(fixed_amax >= 0 ? fixed_amax : own);
+    const float amax = fixed_amax >= 0 ? fixed_amax : kernels.amax(source, count);
+    const auto scale = rule == ScaleRule::power ? numerics::power_scale(amax) : numerics::block_scale(amax);
     codes.scale[static_cast<size_t>(b)] = scale.scale;
     if (scale.scale == scale.scale)  // a NaN travels in the scale alone
       kernels.cast(source, scale.inverse, count, codes.value.data() + first * dim_padded);

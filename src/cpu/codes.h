@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "core/modes.h"
-#include "numerics/scale.h"
 
 namespace dmattn::cpu {
 
@@ -45,15 +44,13 @@ struct Codes {
   float scale_of_row(int64_t i) const { return scale[static_cast<size_t>(i / block)]; }
 };
 
-using ScaleRule = numerics::BlockScale (*)(float amax);
-numerics::BlockScale scale_by_amax(float amax);   // amax / 448
-numerics::BlockScale scale_by_power(float amax);  // the power of two at or above amax / 448
-ScaleRule value_scale(Numerics numerics);         // the rule of V
+enum class ScaleRule { amax, power };      // amax / 448, or the power of two at or above it
+ScaleRule value_scale(Numerics numerics);  // the rule of V
 
 // Quantises blocks of `block` rows. NaN or infinity in a block: its scale is NaN, its codes are zero.
 // fixed_amax >= 0 takes the place of every block's own (per-tensor scales).
 Codes quantise(const float* x, int64_t rows, int64_t dim_padded, int64_t block, float fixed_amax = -1.0f,
-               ScaleRule rule = scale_by_amax);
+               ScaleRule rule = ScaleRule::amax);
 
 // Per-channel FP32 mean: partial sums over 64 rows in ascending order, partials added in ascending order, one IEEE
 // division. Zero for no rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import secrets
@@ -55,6 +56,27 @@ def sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def claim(handle: int, refusal: str) -> None:
+    """Lock an open file or folder until it is closed. Errors: RuntimeError if another process has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RuntimeError(refusal) from None
+    except OSError:
+        pass  # a file system without locks
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, refusal: str) -> Iterator[None]:
+    """The folder's lock while within. Errors: RuntimeError if another process has it; OSError."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        claim(handle, refusal)
+        yield
     finally:
         os.close(handle)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -180,20 +179,9 @@ def _serialised(state: State) -> dict[str, tuple[int, Iterator[memoryview]]]:
     return files
 
 
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def _only_one(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Refuse to save where another process is saving: each would tidy the other's files away."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RuntimeError(f"checkpoint: another process is saving into {folder}") from error
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(handle)
+    return durable.claimed(folder, f"checkpoint: another process is saving into {folder}")
 
 
 def _write_all(temporary: Path, files: dict[str, tuple[int, Iterator[memoryview]]], meta: Any, now: list[str]) -> None:

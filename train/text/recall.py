@@ -41,9 +41,8 @@ def _context(model: Model) -> int:
     return found if isinstance(found, int) else 1 << 62
 
 
-def _fits(model: Model, name: str, length: int, most: int) -> None:
+def _fits(name: str, length: int, most: int, context: int) -> None:
     if length > most:
-        context = getattr(getattr(model, "config", None), "context", None)
         raise ValueError(f"{name}: expected lengths of at most {most} (the model's context is {context}), got {length}")
 
 
@@ -167,11 +166,11 @@ def recall(
     for depth in depths:
         if not isinstance(depth, int | float) or not 0 <= depth <= 1:
             raise ValueError(f"depths: expected numbers of 0 ... 1, got {depth!r:.40}")
-    filler, where, results = tokens.encode(text), torch.device(device), []
+    filler, where, results, context = tokens.encode(text), torch.device(device), [], _context(model)
     with _Evaluating(model):
         for length in lengths:
             length = whole("lengths", length, 1, 1 << 32)
-            _fits(model, "lengths", length, _context(model))
+            _fits("lengths", length, context, context)
             prompts = [Prompt(tokens, text, filler, length, (seed, 3), sample) for sample in range(samples)]
             last = [len(prompt.value) for prompt in prompts]
             rows = {depth: [prompt.ids(depth) for prompt in prompts] for depth in (*depths, None)}
@@ -207,7 +206,8 @@ def copying(
     `second`; one that only knows the alphabet has -ln 26 in both. ValueError, one line, for a bad argument.
     """
     samples, seed = whole("samples", samples, 1, 1 << 20), whole("seed", seed, 0, 2**64 - 1)
-    gap, batch = whole("gap", gap, 0, max(0, min(1 << 32, _context(model) - 4))), whole("batch", batch, 1, 1 << 20)
+    context = _context(model)
+    gap, batch = whole("gap", gap, 0, max(0, min(1 << 32, context - 4))), whole("batch", batch, 1, 1 << 20)
     pairs = [(letter, tokens.encode(letter)) for letter in LETTERS]
     singles = [ids for letter, ids in pairs if len(ids) == 1 and tokens.decode(ids) == letter]
     alphabet = np.unique(np.concatenate(singles)) if singles else np.zeros(0, np.uint32)
@@ -217,7 +217,7 @@ def copying(
     with _Evaluating(model):
         for length in lengths:
             length = whole("lengths", length, 2, 1 << 32)
-            _fits(model, "copying", length, (_context(model) - gap) // 2)
+            _fits("copying", length, (context - gap) // 2, context)
             firsts, both = [], []
             for sample in range(samples):
                 drawn = alphabet[draws((seed, 4), sample, [len(alphabet)] * (length + gap))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,13 +46,12 @@ def power_scale_of(amax):
 
 
 @ieee
-def quantise(x, block, raise_by=None, never_zero=False, scale_of=scale_of):
+def quantise(x, block, raise_by=None, scale_of=scale_of):
     """`raise_by(block index, scale)`: exponent by which a block's scale rises (the guard of the bias)."""
     codes, scales = np.zeros(x.shape, F32), []
     for index, start in enumerate(block_starts(x.shape[0], block)):
         part = x[start : start + block]
-        amax = np.abs(part).max()
-        scale, inverse = scale_of(amax, never_zero) if never_zero else scale_of(amax)
+        scale, inverse = scale_of(np.abs(part).max())
         if raise_by is not None:
             exponent = raise_by(index, scale)
             scale, inverse = np.ldexp(scale, exponent), np.ldexp(inverse, -exponent)
@@ -137,7 +137,8 @@ def operands(q, k, v, centre):
     dots = [bias_dot(mu, k_centred) for mu in means]
     of_block = [dots[start // rows] for start in block_starts(q.shape[0], Q_ROWS)]
     q_centred = q - np.repeat(means, rows, axis=0)[: q.shape[0]]
-    q8 = quantise(q_centred, Q_ROWS, lambda index, scale: guard_exponent(of_block[index], scale, k_scale), True)
+    guard = lambda index, scale: guard_exponent(of_block[index], scale, k_scale)  # noqa: E731
+    q8 = quantise(q_centred, Q_ROWS, guard, partial(scale_of, never_zero=True))
     for index, dot in enumerate(of_block):
         if not np.isfinite(dot[k_scale > 0]).all():  # a bias that FP32 cannot hold
             q8.scale[index] = np.nan
