@@ -148,10 +148,10 @@ typedef struct dmattn_backward_args {
 
 /* Operand to quantise: decides block rows and centring. */
 typedef enum dmattn_operand {
-  DMATTN_OPERAND_Q = 0,       /* plain, as dK takes it: blocks of 512 rows (paper: 128) */
+  DMATTN_OPERAND_Q = 0,       /* plain, as dK takes it: blocks of 1024 rows (paper: 128) */
   DMATTN_OPERAND_K = 1,       /* blocks of 64 rows, the mean over the sequence removed if centre has K */
   DMATTN_OPERAND_V = 2,       /* blocks of 64 rows */
-  DMATTN_OPERAND_D_O = 3,     /* blocks of 512 rows (paper: 128) */
+  DMATTN_OPERAND_D_O = 3,     /* blocks of 1024 rows (paper: 128) */
   DMATTN_OPERAND_Q_SCORES = 4 /* blocks of 128 rows, as S takes them: the mean of its block of rows removed if centre
                                  has Q, scales raised until the bias of every key of `k` fits; CUDA only */
 } dmattn_operand;

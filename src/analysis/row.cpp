@@ -24,7 +24,7 @@ TiledRow last_row(const cpu::TileSource& source) {
   const auto tile = std::make_unique<cpu::Tile>();
   for (int64_t key_tile = 0; key_tile < source.key_tiles(query_tile); ++key_tile) {
     cpu::Exponents exponents;
-    for (int64_t tile_above = source.interval_start(query_tile, key_tile); tile_above <= query_tile; ++tile_above)
+    for (int64_t tile_above = source.exponents_start(query_tile, key_tile); tile_above <= query_tile; ++tile_above)
       source.compute(tile_above, key_tile, exponents, *tile);
     for (int j = 0; j < source.columns(row, key_tile); ++j) {
       const size_t element = at * kTile + static_cast<size_t>(j),

@@ -1,11 +1,12 @@
-// From tiles to gradients. A key tile's exponents pass from query tile to query tile within an interval, so intervals
-// of key tiles are computed side by side and kept, a strip of key tiles at a time. Every output has one owner: dQ's
+// From tiles to gradients. A key tile's exponents pass from query tile to query tile until they are forgotten, so runs of
+// tiles in between are computed side by side and kept, a strip of key tiles at a time. Every output has one owner: dQ's
 // rows add key tiles in ascending order, dK's and dV's rows query tiles in ascending order, whatever computes them.
 #include <algorithm>
 #include <cmath>
 
 #include "cpu/parallel.h"
 #include "cpu/tiles.h"
+#include "numerics/exponent.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -24,7 +25,7 @@ class Strip {
 
   // As many key tiles as fit: memory stays linear in the number of rows, and threads meet rarely.
   static int64_t key_tiles(const TileSource& source) {
-    constexpr int64_t kBytes = 8 << 20;  // speed alone: any number gives the same bits
+    constexpr int64_t kBytes = 16 << 20;  // speed alone: any number gives the same bits
     const int64_t one = source.query_tiles() * kTileElements * static_cast<int64_t>(2 * sizeof(float));
     return std::max<int64_t>(1, std::min(kBytes / std::max<int64_t>(one, 1), blocks_of(source.shape.keys, kTile)));
   }
@@ -42,11 +43,14 @@ class Strip {
   std::vector<KeyScale> dv, dk;
 };
 
-// The tiles of one key tile in one interval of queries, in ascending order.
-void fill_interval(const TileSource& source, int64_t interval, int64_t key_tile, int64_t in_strip, Strip& strip) {
-  const int64_t end = std::min(source.query_tiles(), (interval + 1) * kIntervalTiles);
-  const int64_t first = source.interval_start(interval * kIntervalTiles, key_tile);
-  if (first >= end) return;
+// The query tiles of one key tile, in ascending order, from the first that starts without exponents in an interval, if
+// one does, to the last before they are forgotten.
+void fill_run(const TileSource& source, int64_t interval, int64_t key_tile, int64_t in_strip, Strip& strip) {
+  const int64_t begin = interval * kIntervalTiles, first = std::max(begin, source.first_query_tile(key_tile));
+  if (first >= begin + kIntervalTiles || source.exponents_start(first, key_tile) != first) return;
+  int64_t next = interval + 1;
+  while (next * kIntervalTiles < source.query_tiles() && !numerics::forgets_exponents(next)) ++next;
+  const int64_t end = std::min(source.query_tiles(), next * kIntervalTiles);
   const auto tile = std::make_unique<Tile>();
   Exponents exponents;
   for (int64_t query_tile = first; query_tile < end; ++query_tile) {
@@ -211,7 +215,7 @@ void all_tiles(const TileSource& source, Gradients& out, KeySums* group, Diagnos
     const int64_t end_key = std::min(all, first_key + per_strip), first_query = source.first_query_tile(first_key);
     const int64_t first_interval = first_query / kIntervalTiles, width = end_key - first_key;
     parallel_for((intervals - first_interval) * width, source.config.threads, [&](int64_t i) {
-      fill_interval(source, intervals - 1 - i / width, first_key + i % width, i % width, strip);  // the fullest first
+      fill_run(source, intervals - 1 - i / width, first_key + i % width, i % width, strip);  // the fullest first
     });
     parallel_for(tiles - first_query, source.config.threads,
                  [&](int64_t i) { query_step(source, tiles - 1 - i, first_key, end_key, strip, out, diagnostics); });

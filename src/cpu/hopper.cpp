@@ -262,7 +262,7 @@ class HopperTiles final : public TileSource {
     return d_o.scale_of_row(query_tile * kTile) * kv.v.scale[static_cast<size_t>(key_tile)];
   }
 
-  // Codes of dS with the interval's exponent; a tile that is not finite leaves it as it was.
+  // Codes of dS with the key tile's exponent; a tile that is not finite leaves it as it was.
   static void cast(float amax, float& exponent, Tile& tile) {
     const float own = numerics::tile_exponent(amax);
     exponent = numerics::raise_exponent(exponent, own, amax * power_of_two(-exponent));
@@ -297,7 +297,7 @@ bool HopperTiles::probabilities(int64_t query_tile, int64_t key_tile, Exponents&
   float own[kGroups];
   own_exponents(query_tile, key_tile, factor, tile, own);
   for (int w = 0; w < kGroups; ++w)
-    if (exponents.p[w] == unset) exponents.p[w] = own[w];
+    if (exponents.p[w] == unset) exponents.p[w] = numerics::raise_exponent(unset, own[w], 0.0f);
   bool nan = exponentials(query_tile, key_tile, factor, exponents.p, tile), raised = false;
   for (int w = 0; w < kGroups; ++w) {
     if (!(own[w] > exponents.p[w])) continue;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "numerics/bias.h"
+#include "numerics/exponent.h"
 #include "numerics/reduce.h"
 
 namespace dmattn::cpu {
@@ -18,8 +19,10 @@ int64_t HeadTiles::first_query_tile(int64_t key_tile) const {
   return std::max<int64_t>(0, first) / kTile;
 }
 
-int64_t HeadTiles::interval_start(int64_t query_tile, int64_t key_tile) const {
-  return std::max(query_tile / kIntervalTiles * kIntervalTiles, first_query_tile(key_tile));
+int64_t HeadTiles::exponents_start(int64_t query_tile, int64_t key_tile) const {
+  int64_t interval = query_tile / kIntervalTiles;
+  while (!numerics::forgets_exponents(interval)) --interval;
+  return std::max(interval * kIntervalTiles, first_query_tile(key_tile));
 }
 
 float HeadTiles::score_factor(int64_t query_tile, int64_t key_tile) const {

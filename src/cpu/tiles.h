@@ -13,7 +13,7 @@ inline constexpr int kTileElements = kTile * kTile;
 inline constexpr int kGroups = kTile / numerics::kExponentKeys;          // of keys that share an exponent of P
 inline constexpr int64_t kIntervalTiles = numerics::kFlushRows / kTile;  // query tiles between two flushes in hopper
 
-// Exponents of one key tile's codes in an interval of queries (hopper): -infinity until a tile sets them.
+// Exponents of one key tile's codes over query tiles (hopper): -infinity until a tile sets them.
 struct Exponents {
   float p[kGroups];
   float ds = numerics::negative_infinity();
@@ -62,7 +62,8 @@ class HeadTiles {
   int64_t key_tiles(int64_t query_tile) const;       // tiles that some query of the tile sees
   int64_t first_query_tile(int64_t key_tile) const;  // first tile that sees a key of the tile
   int64_t query_tiles() const { return blocks_of(shape.queries, kTile); }
-  int64_t interval_start(int64_t query_tile, int64_t key_tile) const;  // first tile of its interval that sees a key
+  // First tile at or before `query_tile` that sees a key and starts without exponents.
+  int64_t exponents_start(int64_t query_tile, int64_t key_tile) const;
 
   // Scores of a tile in accumulator units, bias step included, and what turns them into log2 units.
   void scores(int64_t query_tile, int64_t key_tile, float* score, float* bias) const;
@@ -82,7 +83,7 @@ class TileSource : public HeadTiles {
   virtual ~TileSource() = default;
 
   // Fills p_code, ds, ds_code and their scales for queries 64 I ... and keys 64 J ...; some key must be visible.
-  // `exponents` are those that the interval's earlier query tiles left, and those it leaves.
+  // `exponents` are those that the query tile before left, unless they are forgotten here, and those it leaves.
   virtual void compute(int64_t query_tile, int64_t key_tile, Exponents& exponents, Tile& tile) const = 0;
   virtual float true_delta(int64_t row) const = 0;
   virtual double row_weight(int64_t) const { return 1; }  // what dO was multiplied by before its cast

@@ -48,7 +48,7 @@ struct ForwardOutput {
   int64_t row_vector_length;
 };
 
-// Made from dO, O, q and the saved statistics for the backward. Blocks of 512 rows share a scale, stored for each of
+// Made from dO, O, q and the saved statistics for the backward. Blocks of 1,024 rows share a scale, stored for each of
 // their 128-row blocks.
 struct GradientCodes {
   uint8_t* d_o;     // [Hq][QB][2] row images of codes of w dO

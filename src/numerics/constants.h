@@ -7,7 +7,7 @@
 namespace dmattn::numerics {
 
 // Raised whenever a change alters any bit that the hopper numerics promises.
-constexpr int kNumericsVersion = 3;
+constexpr int kNumericsVersion = 4;
 
 constexpr float kE4m3Max = 448.0f;  // largest finite E4M3
 constexpr float kLog2e = 1.44269504088896340736f;
@@ -19,7 +19,7 @@ constexpr int kTile = 64;             // queries and keys of a tile
 constexpr int kMeanRows = 64;         // rows a partial sum of a mean runs over
 
 // Rows of dO and plain q that share a scale; dV and dK leave the tensor core after that many queries.
-constexpr int kFlushRows = 512;
+constexpr int kFlushRows = 1024;
 constexpr int kExponentKeys = 16;  // keys of a tile whose codes of P share an exponent in the backward
 
 // Block amax is raised to this, so that 448 / amax stays finite (about 2^119).

@@ -1,4 +1,5 @@
-// Hopper's backward keeps dV and dK in the tensor core over 512 queries: exponents rise within them and start anew.
+// Hopper's backward keeps dV and dK in the tensor core over an interval of queries; exponents rise, also across intervals,
+// until they are forgotten.
 #include <gtest/gtest.h>
 
 #include "heads.h"
@@ -7,6 +8,7 @@ namespace dmattn::test {
 namespace {
 
 constexpr double kGaussianLimit = 0.2;  // as in test_twin.cpp
+constexpr int64_t kInterval = numerics::kFlushRows;
 
 cpu::Reference truth_of(const Head& head) {
   return cpu::reference_attention(head.shape, head.q.data(), head.k.data(), head.v.data(), head.d_o.data(), 0);
@@ -53,17 +55,30 @@ TEST_P(Intervals, SumsFollowExponentsThatRise) {
   }
 }
 
-TEST_P(Intervals, StartAnewEvery512Queries) {
-  // The first interval's P of 1/16 leaves no room for 2^-26 beside it; dO is zero there, so dV is the second one's.
-  Head head = steered(1024, 80, [](int64_t i) { return i < 512 ? 10.0 : -14.0; });
-  scale_rows(head, [](int64_t i) { return i < 512 ? 0.0 : 1.0; });
-  const HeadRun result = run(head, hopper(Centre::none, GetParam()), Mode::matched);
-  EXPECT_LT(error_of_keys(result.gradients.dv, truth_of(head).dv, 0, 16), kGaussianLimit);
+// Rows before `loud` have a P of 1/16 on the first keys and no dO, the others 2^-26, for which the codes have no room beside
+// it: dV is theirs alone.
+Head quiet_after(int64_t loud, int64_t queries) {
+  Head head = steered(queries, 80, [=](int64_t i) { return i < loud ? 10.0 : -14.0; });
+  scale_rows(head, [=](int64_t i) { return i < loud ? 0.0 : 1.0; });
+  return head;
 }
 
-TEST_P(Intervals, KeepTheirExponentsUntilThen) {
-  Head head = steered(512, 80, [](int64_t i) { return i < 64 ? 10.0 : -14.0; });
-  scale_rows(head, [](int64_t i) { return i < 64 ? 0.0 : 1.0; });
+TEST_P(Intervals, StartAnewWhereExponentsAreForgotten) {
+  for (const int64_t interval : {1, 2}) {
+    const Head head = quiet_after(interval * kInterval, (interval + 1) * kInterval);
+    const HeadRun result = run(head, hopper(Centre::none, GetParam()), Mode::matched);
+    EXPECT_LT(error_of_keys(result.gradients.dv, truth_of(head).dv, 0, 16), kGaussianLimit) << interval;
+  }
+}
+
+TEST_P(Intervals, GoOnWithTheirExponentsElsewhere) {
+  const Head head = quiet_after(3 * kInterval, 3 * kInterval + 64);
+  const HeadRun result = run(head, hopper(Centre::none, GetParam()), Mode::matched);
+  for (size_t i = 0; i < 16 * 64; ++i) EXPECT_EQ(result.gradients.dv[i], 0.0f);
+}
+
+TEST_P(Intervals, KeepTheirExponents) {
+  const Head head = quiet_after(64, kInterval);
   const HeadRun result = run(head, hopper(Centre::none, GetParam()), Mode::matched);
   for (size_t i = 0; i < 16 * 64; ++i) EXPECT_EQ(result.gradients.dv[i], 0.0f);  // the codes' end, by the contract
   // Groups of 16 keys are on their own: the next one never had a large P.
@@ -71,16 +86,16 @@ TEST_P(Intervals, KeepTheirExponentsUntilThen) {
 }
 
 TEST_P(Intervals, ScalesOfDOAndPlainQSpanThem) {
-  Head head(1030, 70, 64);
+  Head head(2070, 70, 64);
   head.gaussian(61);
   for (const Centre centre : {Centre::none, Centre::k, Centre::qk}) {
     const cpu::TwinConfig config = hopper(centre, GetParam());
     const cpu::KvHead kv = cpu::prepare_kv(head.shape, config, head.k.data(), head.v.data());
     const cpu::QueryHead query = cpu::prepare_query(head.shape, config, kv, head.q.data());
-    EXPECT_EQ(query.s.scale.size(), 9u);
+    EXPECT_EQ(query.s.scale.size(), 17u);
     EXPECT_EQ(query.plain_codes().scale.size(), 3u);
   }
-  EXPECT_EQ(cpu::prepare_query(head.shape, paper(), {}, head.q.data()).plain_codes().scale.size(), 9u);
+  EXPECT_EQ(cpu::prepare_query(head.shape, paper(), {}, head.q.data()).plain_codes().scale.size(), 17u);
 }
 
 TEST_P(Intervals, ANanOfOneTileStaysToTheirEnd) {

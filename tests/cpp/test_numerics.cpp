@@ -92,11 +92,11 @@ TEST(TileScale, IsAPowerOfTwoThatNeverSaturates) {
 
 TEST(Exponents, RiseWhereACodeIsFullAndNeverFall) {
   const float unset = negative_infinity();
-  EXPECT_EQ(raise_exponent(unset, -3.0f, 0.0f), -3.0f);
+  EXPECT_EQ(raise_exponent(unset, -3.0f, 0.0f), -2.0f);  // with room for codes twice as large
   EXPECT_EQ(raise_exponent(unset, unset, 0.0f), unset);
   EXPECT_EQ(raise_exponent(2.0f, 4.0f, 431.9f), 2.0f);  // up to the code 416
-  EXPECT_EQ(raise_exponent(2.0f, 4.0f, 432.0f), 4.0f);  // half way is rounded to 448
-  EXPECT_EQ(raise_exponent(2.0f, 4.0f, std::numeric_limits<float>::infinity()), 4.0f);
+  EXPECT_EQ(raise_exponent(2.0f, 4.0f, 432.0f), 5.0f);  // half way is rounded to 448
+  EXPECT_EQ(raise_exponent(2.0f, 4.0f, std::numeric_limits<float>::infinity()), 5.0f);
   EXPECT_EQ(raise_exponent(2.0f, 1.0f, 448.0f), 2.0f);
   EXPECT_EQ(raise_exponent(2.0f, unset, 0.0f), 2.0f);
   EXPECT_EQ(raise_exponent(2.0f, quiet_nan(), quiet_nan()), 2.0f);
@@ -107,6 +107,11 @@ TEST(Exponents, RiseWhereACodeIsFullAndNeverFall) {
   EXPECT_TRUE(std::isnan(tile_exponent(quiet_nan())));
   EXPECT_EQ(exponent_scale(unset).inverse, 0.0f);
   EXPECT_EQ(exponent_scale(5.0f).inverse, 0x1p-5f);
+}
+
+TEST(Exponents, AreForgottenAtPowersOfTwo) {
+  for (const int64_t interval : {0, 1, 2, 4, 8, 1024}) EXPECT_TRUE(forgets_exponents(interval)) << interval;
+  for (const int64_t interval : {3, 5, 6, 7, 9, 1023}) EXPECT_FALSE(forgets_exponents(interval)) << interval;
 }
 
 TEST(PowerOfTwo, IsExactAndFlushesBelowNormal) {

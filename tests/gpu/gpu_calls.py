@@ -336,7 +336,7 @@ def quantise(
     """Equal lengths alone."""
     query = operand in ("q", "d_o", "q_scores")
     heads, length = (case.q_heads, case.q_len) if query else (case.kv_heads, case.k_len)
-    rows = {"q": 512, "d_o": 512, "q_scores": 128}.get(operand, 64)
+    rows = {"q": 1024, "d_o": 1024, "q_scores": 128}.get(operand, 64)
     means = (case.batch, heads, case.head_dim)
     if operand == "q_scores":
         count = -(-length // (128 * max(1, -(-length // 8192))))

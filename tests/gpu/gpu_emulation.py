@@ -20,7 +20,7 @@ from oracle import hopper
 from oracle import quantise as blocks
 from oracle.tensor_core import FRACTION, STEP
 
-TILE, INTERVAL, GROUP = 64, 512, 16
+TILE, INTERVAL, GROUP = 64, 1024, 16
 _NEVER = -1000  # exponent of a code that is zero
 
 
@@ -172,7 +172,8 @@ class Head:
             span = slice(start, min(start + INTERVAL, self.case.q_len))
             acc, factor, visible = self.scores(span)
             dp = self.dp(span)
-            e = torch.full((self._groups,), -torch.inf, device=DEVICE)
+            if start // INTERVAL in hopper.FORGETTING:
+                e = torch.full((self._groups,), -torch.inf, device=DEVICE)
             for first in range(0, span.stop - span.start, TILE):
                 part = slice(first, min(first + TILE, span.stop - span.start))
                 rows = slice(span.start + part.start, span.start + part.stop)
@@ -185,7 +186,7 @@ class Head:
 
     def _rising(self, acc: Tensor, factor: Tensor, seen: Tensor, c: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         """P from codes, and the exponents of the groups of keys after this tile: they rise where a code is full."""
-        own = self._by_group(torch.where(seen, torch.ceil(acc * factor) - c[:, None], -torch.inf))
+        own = self._by_group(torch.where(seen, torch.ceil(acc * factor) - c[:, None], -torch.inf)) + float(hopper.ROOM)
         e = torch.where(e.isneginf(), own, e)
         log2 = acc.double() * factor.double() - c.double()[:, None]
         for _ in range(2):

@@ -136,7 +136,7 @@ def test_quantise(case):
         centred = operand == "k" and case.centre != "none"
         expected_mean = blocks.mean(x) if centred else np.zeros(case.head_dim, np.float32)
         scale_of = blocks.power_scale_of if operand == "v" else blocks.scale_of
-        expected = blocks.quantise(x - expected_mean, 64 if operand in ("k", "v") else 512, scale_of=scale_of)
+        expected = blocks.quantise(x - expected_mean, 64 if operand in ("k", "v") else 1024, scale_of=scale_of)
         assert same(mean[0], expected_mean)
         assert same(scale[0], expected.scale)
         assert np.array_equal(codes[:, 0], arithmetic.e4m3_bits(expected.codes))
@@ -148,7 +148,7 @@ def test_quantise_marks_a_block(operand, value):
     x = inputs.make(Case("gaussian", 1100, 1))[0]
     x[600, 3] = value
     codes, scale, _ = twin.quantise(bits(x), operand, twin.Options(1.0, centre="none"))
-    block = 64 if operand in ("k", "v") else 512
+    block = 64 if operand in ("k", "v") else 1024
     marked = np.arange(1100) // block == 600 // block
     assert (codes[marked] == 0x7F).all() and not np.isin(codes[~marked], (0x7F, 0xFF)).any()
     assert np.array_equal(np.flatnonzero(np.isnan(scale[0])), [600 // block])

@@ -37,16 +37,6 @@ __device__ __forceinline__ void write_bias_codes(uint32_t address, float dot, fl
   }
 }
 
-// The codes that this thread wrote before, once more.
-__device__ __forceinline__ void copy_bias_codes(uint32_t to, uint32_t from) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(from)
-               : "memory");
-  ptx::store_shared4(to, x);
-}
-
 // Fills the constant operand of the bias step (an image of 64 rows x 32 bytes, 2 KB) with `threads` threads.
 __device__ __forceinline__ void fill_bias_ones(uint32_t image, int thread, int threads) {
   constexpr uint32_t kOnes = 0x78787878u;  // the code of 256, four times

@@ -5,6 +5,7 @@
 #include "cuda/collective/stage_ring.h"
 #include "cuda/ptx/convert.h"
 #include "cuda/ptx/wgmma.h"
+#include "numerics/exponent.h"
 #include "numerics/scale.h"
 
 namespace dmattn::cuda {
@@ -22,51 +23,95 @@ __device__ __forceinline__ uint32_t saturation(uint32_t x) { return x + 0x020202
 
 // Where a thread's accumulator elements lie: keys key and key + 8 of the warpgroup's 64; queries 8 j + pair, + 1.
 struct LaneMap {
-  int warp, lane, key, pair;
-  __device__ __forceinline__ explicit LaneMap(int thread)
-      : warp(__shfl_sync(0xffffffffu, thread / 32, 0)),
-        lane(thread % 32),
-        key(16 * warp + lane / 4),
-        pair(2 * (lane % 4)) {}
+  int warp;
+  __device__ __forceinline__ explicit LaneMap(int thread) : warp(__shfl_sync(0xffffffffu, thread / 32, 0)) {}
+  // Worked out anew at every use: no registers are left to keep them.
+  __device__ __forceinline__ int lane() const { return opaque(static_cast<int>(threadIdx.x)) % 32; }
+  __device__ __forceinline__ int key() const { return 16 * warp + lane() / 4; }
+  __device__ __forceinline__ int pair() const { return 2 * (lane() % 4); }
 };
 
-// A tile's probabilities: codes as the A operand of dV, and the unrounded values where dS wants them.
-template <bool kRounded>
-struct Probabilities {
-  uint32_t codes[8];
-  float values[kRounded ? 1 : 32];
+// A tile's codes as the A operands of dV and dK, and whether one of them is 448 or NaN.
+struct TileCodes {
+  uint32_t p[8], ds[8];
+  bool p_saturated, ds_saturated;
 };
 
-// codes = E4M3(2^(acc f + shift - exponent)), acc in the layout of one m64n64 product. True if a code is 448 or NaN.
-template <bool kRounded>
-__device__ __forceinline__ bool make_codes(const float (&acc)[32], float factor, uint32_t shift, float exponent,
-                                           Probabilities<kRounded>& p) {
-  uint32_t saturated = 0;
+// Where the constants of a tile's queries lie in shared memory, and the factors of its products.
+struct TileOperands {
+  uint32_t shift;  // delta' is kBlockRows floats further
+  float score, dp_scale, delta_scale;
+};
+
+// sink(k, low, high, e) for 16 queries: codes of P = 2^(S f + shift - exponent) of the thread's two keys, and
+// e = p (dP dp_scale - delta' delta_scale) in the order of s[8 k ...]; p is rounded to its code where kRounded.
+template <bool kRounded, bool kDs, class Sink>
+__device__ __forceinline__ void each_code(const float (&s)[32], const float (&dp)[32], const TileOperands& in,
+                                          float exponent, Sink sink) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    float v[8];
+    float v[8], e[8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 s = ptx::load_shared2(shift + 4 * (16 * k + 8 * half));
-      const float a = s.x - exponent, b = s.y - exponent;
-      const float* x = acc + 8 * k + 4 * half;
-      v[4 * half + 0] = ptx::exp2_approx(fmaf(x[0], factor, a));
-      v[4 * half + 1] = ptx::exp2_approx(fmaf(x[1], factor, b));
-      v[4 * half + 2] = ptx::exp2_approx(fmaf(x[2], factor, a));
-      v[4 * half + 3] = ptx::exp2_approx(fmaf(x[3], factor, b));
-    }
-    p.codes[2 * k] = ptx::e4m3_pack(v[0], v[1], v[4], v[5]);
-    p.codes[2 * k + 1] = ptx::e4m3_pack(v[2], v[3], v[6], v[7]);
-    saturated |= saturation(p.codes[2 * k]) | saturation(p.codes[2 * k + 1]);
-    if constexpr (!kRounded) {
+      const float2 shift = ptx::load_shared2(in.shift + 4 * (16 * k + 8 * half));
+      const float a = shift.x - exponent, b = shift.y - exponent;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) p.values[8 * k + i] = v[i];
+      for (int i = 0; i < 4; ++i)
+        v[4 * half + i] = ptx::exp2_approx(fmaf(s[8 * k + 4 * half + i], in.score, i % 2 ? b : a));
     }
+    const uint32_t low = ptx::e4m3_pack(v[0], v[1], v[4], v[5]), high = ptx::e4m3_pack(v[2], v[3], v[6], v[7]);
+    if constexpr (kDs) {
+      if constexpr (kRounded) {
+        float x[2][4];
+        ptx::e4m3_unpack(low, x[0]);
+        ptx::e4m3_unpack(high, x[1]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = x[i / 2 % 2][2 * (i / 4) + i % 2];
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float2 d = ptx::load_shared2(in.shift + kBlockRows * 4 + 4 * (16 * k + 8 * half));
+        d.x *= in.delta_scale, d.y *= in.delta_scale;
+#pragma unroll
+        for (int i = 4 * half; i < 4 * half + 4; ++i)
+          e[i] = v[i] * fmaf(dp[8 * k + i], in.dp_scale, -(i % 2 ? d.y : d.x));
+      }
+    }
+    sink(k, low, high, e);
   }
-  return (saturated & 0x80808080u) != 0;
 }
 
-// Smallest integer exponent at or above every acc f - c of the warp's 16 keys; kUnset if none is visible.
+template <bool kRounded, bool kDs>
+__device__ __forceinline__ void make_codes(const float (&s)[32], const float (&dp)[32], const TileOperands& in,
+                                           float exponent, TileCodes& out) {
+  uint32_t p_saturated = 0, ds_saturated = 0;
+  each_code<kRounded, kDs>(s, dp, in, exponent, [&](int k, uint32_t low, uint32_t high, const float(&e)[8]) {
+    out.p[2 * k] = low, out.p[2 * k + 1] = high;
+    p_saturated |= saturation(low) | saturation(high);
+    if constexpr (kDs) {
+      out.ds[2 * k] = ptx::e4m3_pack(e[0], e[1], e[4], e[5]);
+      out.ds[2 * k + 1] = ptx::e4m3_pack(e[2], e[3], e[6], e[7]);
+      ds_saturated |= saturation(out.ds[2 * k] & 0x7f7f7f7fu) | saturation(out.ds[2 * k + 1] & 0x7f7f7f7fu);
+    }
+  });
+  out.p_saturated = (p_saturated & 0x80808080u) != 0;
+  out.ds_saturated = (ds_saturated & 0x80808080u) != 0;
+}
+
+// The thread's largest magnitude of dS.
+template <bool kRounded>
+__device__ __forceinline__ float most_ds(const float (&s)[32], const float (&dp)[32], const TileOperands& in,
+                                         float exponent) {
+  float most = 0.0f;
+  each_code<kRounded, true>(s, dp, in, exponent, [&](int, uint32_t, uint32_t, const float(&e)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) most = fmaxf(most, fabsf(e[i]));
+  });
+  return most;
+}
+
+// The exponent that the warp's 16 keys ask for: the smallest integer at or above every acc f - c, and room. kUnset if none
+// is visible.
 __device__ __forceinline__ float warp_exponent(const float (&acc)[32], float factor, uint32_t shift) {
   float most = -INFINITY;
 #pragma unroll
@@ -76,7 +121,8 @@ __device__ __forceinline__ float warp_exponent(const float (&acc)[32], float fac
     for (int i = 0; i < 4; ++i) most = fmaxf(most, fmaf(acc[4 * j + i], factor, i % 2 ? s.y : s.x));
   }
   // Integers beyond 2^20 do not matter: their codes vanish or their rows are NaN.
-  const int bounded = static_cast<int>(fmaxf(fminf(ceilf(most) - kCodeExponent, 1048576.0f), kUnset));
+  const int bounded =
+      static_cast<int>(fmaxf(fminf(ceilf(most) - kCodeExponent + numerics::kExponentRoom, 1048576.0f), kUnset));
   return static_cast<float>(__reduce_max_sync(0xffffffffu, bounded));
 }
 
@@ -92,9 +138,9 @@ __device__ __forceinline__ void mask_scores(float (&acc)[32], const LaneMap& at,
                                             int keys, int offset, bool causal) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const int key = first_key + at.key + 8 * row;
+    const int key = first_key + at.key() + 8 * row;
     // The query 8 j + i after the thread's first sees the key from `need` on.
-    const int need = key >= keys ? 0x40000000 : causal ? key - offset - first_query - at.pair : -0x40000000;
+    const int need = key >= keys ? 0x40000000 : causal ? key - offset - first_query - at.pair() : -0x40000000;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -103,63 +149,10 @@ __device__ __forceinline__ void mask_scores(float (&acc)[32], const LaneMap& at,
   }
 }
 
-// sink(k, e): dS = p fma(T, dp_scale, -delta delta_scale) of 16 queries, e in the order of dp[8 k ...]. p is 2^(8 - E) P~.
-template <bool kRounded, class Sink>
-__device__ __forceinline__ void each_ds(const Probabilities<kRounded>& p, const float (&dp)[32], float dp_scale,
-                                        float delta_scale, uint32_t delta, Sink sink) {
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    float x[2][4], e[8];
-    if constexpr (kRounded) {
-      ptx::e4m3_unpack(p.codes[2 * k], x[0]);
-      ptx::e4m3_unpack(p.codes[2 * k + 1], x[1]);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float2 d = ptx::load_shared2(delta + 4 * (16 * k + 8 * half));
-      d.x *= delta_scale, d.y *= delta_scale;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 8 * k + 4 * half + i;
-        const float probability = kRounded ? x[i / 2][2 * half + i % 2] : p.values[kRounded ? 0 : at];
-        e[4 * half + i] = probability * fmaf(dp[at], dp_scale, -(i % 2 ? d.y : d.x));
-      }
-    }
-    sink(k, e);
-  }
-}
-
-template <bool kRounded>
-__device__ __forceinline__ bool make_ds_codes(const Probabilities<kRounded>& p, const float (&dp)[32], float dp_scale,
-                                              float delta_scale, uint32_t delta, uint32_t (&codes)[8]) {
-  uint32_t saturated = 0;
-  each_ds<kRounded>(p, dp, dp_scale, delta_scale, delta, [&](int k, const float(&e)[8]) {
-    codes[2 * k] = ptx::e4m3_pack(e[0], e[1], e[4], e[5]);
-    codes[2 * k + 1] = ptx::e4m3_pack(e[2], e[3], e[6], e[7]);
-    saturated |= saturation(codes[2 * k] & 0x7f7f7f7fu) | saturation(codes[2 * k + 1] & 0x7f7f7f7fu);
-  });
-  return (saturated & 0x80808080u) != 0;
-}
-
-// dS over dp; `unit` is what p lacks to be P~. Returns the thread's largest magnitude.
-template <bool kRounded>
-__device__ __forceinline__ float replace_by_ds(const Probabilities<kRounded>& p, float (&dp)[32], float dp_scale,
-                                               float unit, uint32_t delta) {
-  float most = 0.0f;
-  each_ds<kRounded>(p, dp, dp_scale * unit, unit, delta, [&](int k, const float(&e)[8]) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      most = fmaxf(most, fabsf(e[i]));
-      dp[8 * k + i] = e[i];
-    }
-  });
-  return most;
-}
-
 // Largest of the warpgroup's non-negative x.
 __device__ __forceinline__ float group_maximum(float x, uint32_t scratch, int group_barrier, const LaneMap& at) {
   const uint32_t warp = __reduce_max_sync(0xffffffffu, __float_as_uint(x));  // they order as integers
-  if (at.lane == 0) ptx::store_shared(scratch + 4 * at.warp, __uint_as_float(warp));
+  if (at.lane() == 0) ptx::store_shared(scratch + 4 * at.warp, __uint_as_float(warp));
   ptx::group_sync(group_barrier);
   const float2 a = ptx::load_shared2(scratch), b = ptx::load_shared2(scratch + 8);
   ptx::group_sync(group_barrier);  // the next call may be one step away, with no barrier between
@@ -168,22 +161,19 @@ __device__ __forceinline__ float group_maximum(float x, uint32_t scratch, int gr
 
 // sum[64 keys x D] of a slice array += left[64 x 64] . right image[D x 64]^T; accumulate = false starts from zero.
 template <class T, int N>
-__device__ __forceinline__ void add_product(float (&sum)[T::kSlices][N], const uint32_t (&left)[8], uint64_t right,
+__device__ __forceinline__ void add_product(float (&sum)[T::kSlices][N], const uint32_t (&left)[8], ImageOperand right,
                                             bool accumulate) {
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      ptx::mma(sum[slice], left + 4 * k, right + slice * image_rows(T::kSlice) + k * image_step(T::D),
-               k > 0 || accumulate);
+    for (int k = 0; k < 2; ++k) ptx::mma(sum[slice], left + 4 * k, right.at(k, slice * T::kSlice), k > 0 || accumulate);
 }
 
 // acc[64 keys x 64 queries] = keys' image . queries' image^T over channels.
 template <class T>
-__device__ __forceinline__ void row_product(float (&acc)[32], uint64_t keys, uint64_t queries) {
+__device__ __forceinline__ void row_product(float (&acc)[32], ImageOperand keys, ImageOperand queries) {
 #pragma unroll
-  for (int k = 0; k < T::D / 32; ++k)
-    ptx::mma(acc, keys + k * image_step(kImageRows), queries + k * image_step(kImageRows), k > 0);
+  for (int k = 0; k < T::D / 32; ++k) ptx::mma(acc, keys.at(k), queries.at(k), k > 0);
 }
 
 template <class T, int N>

@@ -21,6 +21,8 @@ struct KeyTraits {
   static constexpr int kSlices = D / kSlice;
   static constexpr int kStages = D == 256 && kDk ? 2 : 4;  // 227 KB is the limit
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // The warpgroups take turns at the tensor cores; the launch that has no registers for the barrier's name does without.
+  static constexpr bool kTurns = D < 256 || kRole == KeyRole::dv;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
   // Registers change hands only within what the CTA starts with, 168 a thread; asking for more would wait forever.
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
@@ -36,6 +38,7 @@ struct KeySlot {
   static constexpr int kBytes = 48;
 };
 
+constexpr int kBlocks = 4;       // of 128 queries, whose biases and factors are in shared memory
 constexpr int kMostItems = 512;  // of a CTA and launch
 constexpr int kWorkBytes = 32;
 
@@ -44,38 +47,42 @@ template <class T>
 struct KeyPlan {
   static constexpr int kKeys = 0;                        // two row images
   static constexpr int kValues = kKeys + 2 * T::kImage;  // two row images (dK)
+  // A stage is what a step's products take: the next tile's operands of S and dP, this tile's of dV and dK.
   static constexpr int kStage0 = kValues + (T::kDk ? 2 * T::kImage : 0);
-  // Within a stage.
   static constexpr int kQ = 0;
-  static constexpr int kDo = kQ + T::kImage;                          // row image of dO (dK)
-  static constexpr int kQt = kDo + (T::kDk ? T::kImage : 0);          // transposed q (dK)
-  static constexpr int kDot = kQt + (T::kDk ? T::kImage : 0);         // transposed dO (dV)
-  static constexpr int kBias = kDot + (T::kDv ? T::kImage : 0);       // one image of 64 keys x 32 for each warpgroup
-  static constexpr int kShift = kBias + 2 * kImageRows * kBiasBytes;  // 64 floats: 8 - c
-  static constexpr int kDelta = kShift + kImageRows * 4;              // 64 floats: delta'
-  static constexpr int kScalars = kDelta + kImageRows * 4;            // KeyStageScalars
-  static constexpr int kStageBytes = kScalars + 128;
-  static constexpr int kOnes = kStage0 + T::kStages * kStageBytes;  // constant operand of the bias step
-  static constexpr int kReduce = kOnes + kImageRows * kBiasBytes;   // [warpgroup][4 warps] amax
-  static constexpr int kWork = kReduce + 64;                        // [kMostItems] KeyWork of the CTA's items, in turn
-  static constexpr int kScratch = kWork + kMostItems * kWorkBytes;  // [4 producer warps] 16 bytes each
-  static constexpr int kSlots = kScratch + 64;                      // [8 consumer warps] KeySlot
+  static constexpr int kDo = kQ + T::kImage;  // row image of dO (dK)
+  static constexpr int kNextBytes = kDo + (T::kDk ? T::kImage : 0);
+  static constexpr int kQt = kNextBytes;                       // transposed q (dK)
+  static constexpr int kDot = kQt + (T::kDk ? T::kImage : 0);  // transposed dO (dV)
+  static constexpr int kStageBytes = kDot + (T::kDv ? T::kImage : 0);
+  // What belongs to a block of 128 queries, two tiles: bias codes, one image of 64 keys x 32 for each warpgroup, KeyScalars,
+  // and 128 floats each of 8 - c and delta'.
+  static constexpr int kBlock0 = kStage0 + T::kStages * kStageBytes;
+  static constexpr int kScalars = 2 * kImageRows * kBiasBytes;
+  static constexpr int kShift = kScalars + 128;
+  static constexpr int kDelta = kShift + kBlockRows * 4;
+  static constexpr int kBlockBytes = kDelta + kBlockRows * 4;
+  static constexpr int kOnes = kBlock0 + kBlocks * kBlockBytes;    // constant operand of the bias step
+  static constexpr int kReduce = kOnes + kImageRows * kBiasBytes;  // [warpgroup][4 warps] amax
+  static constexpr int kOver = kReduce + 32;                       // [warpgroup][2] flags: a code saturated
+  static constexpr int kWork = kReduce + 64;                       // [kMostItems] KeyWork of the CTA's items, in turn
+  static constexpr int kSlots = kWork + kMostItems * kWorkBytes;   // [8 consumer warps] KeySlot
   static constexpr int kBarriers = kSlots + 8 * KeySlot::kBytes;
-  static constexpr int kBytes = kBarriers + 8 * (2 * T::kStages + 2);
+  static constexpr int kBytes = kBarriers + 8 * (2 * T::kStages + 2 * kBlocks + 2);
   static_assert(kBytes <= 227 * 1024);
 
   static constexpr int stage(int s) { return kStage0 + s * kStageBytes; }
-  // Bulk copies of a stage.
-  static constexpr int kCopyBytes =
-      T::kImage * (1 + (T::kDk ? 2 : 0) + (T::kDv ? 1 : 0)) + kImageRows * 4 * (T::kDk ? 2 : 1);
+  static constexpr int block(int b) { return kBlock0 + b * kBlockBytes; }
   static constexpr int full(int s) { return kBarriers + 8 * s; }
   static constexpr int empty(int s) { return kBarriers + 8 * (T::kStages + s); }
-  static constexpr int kKeysFull = kBarriers + 16 * T::kStages;
+  static constexpr int block_full(int b) { return kBarriers + 8 * (2 * T::kStages + b); }
+  static constexpr int block_empty(int b) { return kBarriers + 8 * (2 * T::kStages + kBlocks + b); }
+  static constexpr int kKeysFull = kBarriers + 8 * (2 * T::kStages + 2 * kBlocks);
   static constexpr int kKeysEmpty = kKeysFull + 8;
 };
 
-// Factors of a stage's tiles, one of each for either warpgroup's 64 keys.
-struct KeyStageScalars {
+// Factors of a block's tiles, one of each for either warpgroup's 64 keys.
+struct KeyScalars {
   float score[2];     // (q_scale k_scale) (softmax_scale log2 e)
   float gradient[2];  // d_scale v_scale
   float dv_scale, q_scale;

@@ -1,4 +1,4 @@
-// Producer warps of the key-stationary backward: bulk copies, bias codes and factors of every stage.
+// Producer warps of the key-stationary backward: bulk copies of stages; bias codes and factors of blocks.
 #pragma once
 
 #include "cuda/collective/bias.h"
@@ -36,21 +36,23 @@ __device__ __forceinline__ void prepare_work(const KeyParams& p, uint32_t work) 
   }
 }
 
-// One lane: the bulk copies of a stage, of query tile `index` of [Hq][2 QB].
+// One lane: the bulk copies of a stage, query tiles by their number in [Hq][2 QB]; -1 for none.
 template <class T>
-__device__ __forceinline__ void copy_stage(const KeyParams& p, int32_t index, uint32_t stage, uint32_t full) {
+__device__ __forceinline__ void copy_stage(const KeyParams& p, int32_t next, int32_t tile, uint32_t stage,
+                                           uint32_t full) {
   using Plan = KeyPlan<T>;
-  ptx::barrier_expect(full, Plan::kCopyBytes);
-  const int64_t source = static_cast<int64_t>(index) * T::kImage;
-  ptx::bulk_load(stage + Plan::kQ, p.queries.q + source, T::kImage, full);
-  if constexpr (T::kDk) {
-    ptx::bulk_load(stage + Plan::kDo, p.gradients.d_o + source, T::kImage, full);
-    ptx::bulk_load(stage + Plan::kQt, p.gradients.q_t + source, T::kImage, full);
+  constexpr int kTileBytes = Plan::kStageBytes - Plan::kNextBytes;
+  ptx::barrier_expect(full, (next < 0 ? 0 : Plan::kNextBytes) + (tile < 0 ? 0 : kTileBytes));
+  if (next >= 0) {
+    const int64_t from = static_cast<int64_t>(next) * T::kImage;
+    ptx::bulk_load(stage + Plan::kQ, p.queries.q + from, T::kImage, full);
+    if constexpr (T::kDk) ptx::bulk_load(stage + Plan::kDo, p.gradients.d_o + from, T::kImage, full);
   }
-  if constexpr (T::kDv) ptx::bulk_load(stage + Plan::kDot, p.gradients.d_o_t + source, T::kImage, full);
-  const int64_t rows = static_cast<int64_t>(index) * kImageRows;
-  ptx::bulk_load(stage + Plan::kShift, p.gradients.shift + rows, kImageRows * 4, full);
-  if constexpr (T::kDk) ptx::bulk_load(stage + Plan::kDelta, p.gradients.delta + rows, kImageRows * 4, full);
+  if (tile >= 0) {
+    const int64_t from = static_cast<int64_t>(tile) * T::kImage;
+    if constexpr (T::kDk) ptx::bulk_load(stage + Plan::kQt, p.gradients.q_t + from, T::kImage, full);
+    if constexpr (T::kDv) ptx::bulk_load(stage + Plan::kDot, p.gradients.d_o_t + from, T::kImage, full);
+  }
 }
 
 // One lane: K and V of an item, once the consumers have left the last one's.
@@ -65,22 +67,7 @@ __device__ __forceinline__ void copy_keys(const KeyParams& p, int32_t k_block, u
     ptx::bulk_load(shared + Plan::kValues, p.keys.v + image, 2 * T::kImage, shared + Plan::kKeysFull);
 }
 
-// A warp: bias codes of image `image`'s 64 keys for a query tile.
-__device__ __forceinline__ void write_biases(const KeyParams& p, uint32_t work, int32_t head, int32_t tile,
-                                             int32_t image, float q_scale, uint32_t bias, int32_t lane) {
-  // Cut off where a sequence is longer than the caller said.
-  const int32_t block = min(tile / ptx::load_shared_int(work + 20), p.shape.mean_blocks_max - 1);
-  const int32_t row = ptx::load_shared_int(work + 24) + head * p.shape.mean_blocks_max + block;
-  const float* dots =
-      p.queries.bias + lane + image * kImageRows +
-      (static_cast<int64_t>(row) * p.shape.sequences.k_blocks + ptx::load_shared_int(work + 4)) * kBlockRows;
-  const float near = dots[0], far = dots[32];
-  const float k_scale = p.keys.k_scale[2 * ptx::load_shared_int(work) + image];
-  write_bias_codes(bias + 16 * lane, near, q_scale, k_scale);
-  write_bias_codes(bias + 16 * (lane + 32), far, q_scale, k_scale);
-}
-
-// One lane: the stage's factors for the keys of an image.
+// A lane for each image of keys: the factors of a block of queries.
 template <class T>
 __device__ __forceinline__ void write_factors(const KeyParams& p, int32_t q_block, int32_t k_image, float q_scale,
                                               uint32_t scalars, int32_t image) {
@@ -92,76 +79,112 @@ __device__ __forceinline__ void write_factors(const KeyParams& p, int32_t q_bloc
   ptx::store_shared(scalars + 16 + 4 * image, (image ? p.gradients.q_scale : p.gradients.dv_scale)[q_block]);
 }
 
-// Warps 0 ... 3: warp 2 h + i fills half of the stages for the keys of image i; that of image 0 also copies. A warp always
-// owns the same stages, two that follow each other where there are four: the two tiles of a block of 128 queries share
-// their bias codes, and the second one's are a copy.
+// One lane: all bulk copies. K and V of an item are due where its first stages are full, so that these fill while the
+// consumers write out the item before it.
 template <class T>
-__device__ __forceinline__ void key_produce(const KeyParams& p, uint32_t shared) {
+__device__ __forceinline__ void key_copies(const KeyParams& p, uint32_t shared) {
   using Plan = KeyPlan<T>;
-  // Read anew at every use: there is no register to keep it.
-  const auto thread = [] { return opaque(static_cast<int32_t>(threadIdx.x)); };
   StageRing<T::kStages> ring;
-  // Loop variables of the outer loops wait in shared memory: 0 the item's work, 4 the head, 8 parity of the keys' barrier.
-  const uint32_t own = shared + Plan::kScratch + 16 * (threadIdx.x / 32);
-  ptx::store_shared_int(own, static_cast<int32_t>(shared + Plan::kWork));
-  ptx::store_shared_int(own + 8, 1);
-  __syncwarp();
+  uint32_t parity = 1;
 #pragma unroll 1
-  for (;;) {
-    {
-      const uint32_t work = ptx::load_shared_int(own);
-      if (work == shared + Plan::kWork + kMostItems * kWorkBytes || ptx::load_shared_int(work) == -2) break;
-      const int32_t parity = ptx::load_shared_int(own + 8);
-      __syncwarp();
-      if (ptx::load_shared_int(work) < 0) {
-        ptx::store_shared_int(own, static_cast<int32_t>(work + kWorkBytes));
-        continue;
-      }
-      if (thread() == 0) copy_keys<T>(p, ptx::load_shared_int(work), shared, parity);
-      __syncwarp();
-      ptx::store_shared_int(own + 8, parity ^ 1);
-      ptx::store_shared_int(own + 4, 0);
+  for (uint32_t work = shared + Plan::kWork; work != shared + Plan::kWork + kMostItems * kWorkBytes;
+       work += kWorkBytes) {
+    const int32_t k_block = ptx::load_shared_int(work);
+    if (k_block == -2) break;
+    if (k_block < 0) continue;
+    const int32_t first = ptx::load_shared_int(work + 12), end = ptx::load_shared_int(work + 16);
+    const uint32_t due = ring.step + T::kStages;
+    // Tiles of the item's heads, one after the other: a stage has a tile and the one before it.
+    int32_t last = -1;
+#pragma unroll 1
+    for (int32_t head = 0, tile = first; first < end;) {
+      const bool none = head == p.chunk.group_heads;
+      const int32_t next = none ? -1 : ptx::load_shared_int(work + 8) + 2 * head * p.shape.sequences.q_blocks + tile;
+      if (ring.step == due) copy_keys<T>(p, ptx::load_shared_int(work), shared, parity);
+      ptx::barrier_wait_idle(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
+      copy_stage<T>(p, next, last, shared + Plan::stage(ring.stage()), shared + Plan::full(ring.stage()));
+      ring.advance();
+      if (none) break;
+      last = next;
+      if (++tile == end) tile = first, ++head;
     }
+    if (static_cast<int32_t>(ring.step - due) <= 0) copy_keys<T>(p, ptx::load_shared_int(work), shared, parity);
+    parity ^= 1;
+  }
+}
+
+// Warps 1, 2 and 3 take the blocks of 128 queries in turn: bias codes of all keys, the factors of their products, and by bulk
+// copies 8 - c and delta'. A warp's blocks are nearer to each other than the ring is long, so that a parity tells their phases apart.
+constexpr int kBlockWarps = 3;
+static_assert(kBlockWarps < kBlocks);
+
+template <class T>
+__device__ __forceinline__ void key_blocks(const KeyParams& p, uint32_t shared, uint32_t warp) {
+  using Plan = KeyPlan<T>;
+  StageRing<kBlocks> ring;
 #pragma unroll 1
-    for (;;) {
+  for (uint32_t work = shared + Plan::kWork; work != shared + Plan::kWork + kMostItems * kWorkBytes;
+       work += kWorkBytes) {
+    const int32_t k_block = ptx::load_shared_int(work);
+    if (k_block == -2) break;
+    if (k_block < 0 || ptx::load_shared_int(work + 12) >= ptx::load_shared_int(work + 16)) continue;
 #pragma unroll 1
-      for (int32_t tile = ptx::load_shared_int(ptx::load_shared_int(own) + 12);
-           tile < ptx::load_shared_int(ptx::load_shared_int(own) + 16); ++tile, ring.advance()) {
-        if (static_cast<int32_t>(ring.step / (T::kStages / 2) % 2) != thread() / 64) continue;
-        const uint32_t work = ptx::load_shared_int(own);
-        const int32_t head = ptx::load_shared_int(own + 4);
-        const int32_t image = thread() / 32 % 2, lane = thread() % 32;
-        const uint32_t stage = shared + Plan::stage(ring.stage()), full = shared + Plan::full(ring.stage());
-        const int32_t index = ptx::load_shared_int(work + 8) + 2 * head * p.shape.sequences.q_blocks + tile;
-        const float q_scale = p.queries.q_scale[index / 2];
-        ptx::barrier_wait_idle(shared + Plan::empty(ring.stage()), ring.parity() ^ 1);
-        if (thread() % 64 == 0) copy_stage<T>(p, index, stage, full);
-        __syncwarp();
+    for (int32_t head = 0; head < p.chunk.group_heads; ++head) {
+#pragma unroll 1
+      for (int32_t block = ptx::load_shared_int(work + 12) / 2; block < (ptx::load_shared_int(work + 16) + 1) / 2;
+           ++block, ring.advance()) {
+        if (ring.step % kBlockWarps != warp) continue;
+        const uint32_t lane = opaque(static_cast<int32_t>(threadIdx.x)) % 32;
+        const uint32_t slot = shared + Plan::block(ring.stage());
+        const int32_t q_block = ptx::load_shared_int(work + 8) / 2 + head * p.shape.sequences.q_blocks + block;
+        const float q_scale = p.queries.q_scale[q_block];
+        const auto enter = [&] {
+          const uint32_t full = shared + Plan::block_full(ring.stage());
+          ptx::barrier_wait_idle(shared + Plan::block_empty(ring.stage()), ring.parity() ^ 1);
+          if (lane != 0) return;
+          ptx::barrier_expect(full, (T::kDk ? 2 : 1) * kBlockRows * 4);
+          const int64_t rows = static_cast<int64_t>(q_block) * kBlockRows;
+          ptx::bulk_load(slot + Plan::kShift, p.gradients.shift + rows, kBlockRows * 4, full);
+          if constexpr (T::kDk) ptx::bulk_load(slot + Plan::kDelta, p.gradients.delta + rows, kBlockRows * 4, full);
+        };
         if (p.shape.mean_blocks_max > 0) {
-          const uint32_t bias = stage + Plan::kBias + image * kImageRows * kBiasBytes;
-          if (T::kStages == 4 && ring.step % 2 == 1 && tile % 2 == 1 && tile > ptx::load_shared_int(work + 12)) {
-            copy_bias_codes(bias + 16 * lane, bias + 16 * lane - Plan::kStageBytes);
-            copy_bias_codes(bias + 16 * (lane + 32), bias + 16 * (lane + 32) - Plan::kStageBytes);
-          } else {
-            write_biases(p, work, head, tile, image, q_scale, bias, lane);
-          }
+          // Cut off where a sequence is longer than the caller said.
+          const int32_t mean = min(2 * block / ptx::load_shared_int(work + 20), p.shape.mean_blocks_max - 1);
+          const int32_t row = ptx::load_shared_int(work + 24) + head * p.shape.mean_blocks_max + mean;
+          const float* dots =
+              p.queries.bias + lane +
+              (static_cast<int64_t>(row) * p.shape.sequences.k_blocks + ptx::load_shared_int(work + 4)) * kBlockRows;
+          float dot[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dot[i] = dots[32 * i];
+          enter();
+          __syncwarp();
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            write_bias_codes(slot + (i / 2) * kImageRows * kBiasBytes + 16 * (lane + 32 * (i % 2)), dot[i], q_scale,
+                             p.keys.k_scale[2 * ptx::load_shared_int(work) + i / 2]);
+        } else {
+          enter();
+          __syncwarp();
         }
-        if (lane == 0)
-          write_factors<T>(p, index / 2, 2 * ptx::load_shared_int(work) + image, q_scale, stage + Plan::kScalars,
-                           image);
+        if (lane < 2)
+          write_factors<T>(p, q_block, 2 * ptx::load_shared_int(work) + static_cast<int32_t>(lane), q_scale,
+                           slot + Plan::kScalars, static_cast<int32_t>(lane));
         ptx::async_proxy_fence();
         __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(full);
+        if (lane == 0) ptx::barrier_arrive(shared + Plan::block_full(ring.stage()));
       }
-      const int32_t head = ptx::load_shared_int(own + 4) + 1;
-      __syncwarp();
-      ptx::store_shared_int(own + 4, head);
-      if (head == p.chunk.group_heads) break;
     }
-    const int32_t work = ptx::load_shared_int(own);
-    __syncwarp();
-    ptx::store_shared_int(own, work + kWorkBytes);
   }
+}
+
+template <class T>
+__device__ __forceinline__ void key_produce(const KeyParams& p, uint32_t shared) {
+  const uint32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp > 0)
+    key_blocks<T>(p, shared, warp - 1);
+  else if (threadIdx.x == 0)
+    key_copies<T>(p, shared);
 }
 
 }  // namespace dmattn::cuda

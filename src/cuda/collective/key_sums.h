@@ -1,8 +1,7 @@
-// FP32 sums of dV and dK over intervals of 512 queries, and their way out.
+// FP32 sums of dV and dK over intervals of 1,024 queries, and their way out.
 #pragma once
 
 #include "cuda/collective/key_consumer.h"
-#include "numerics/bf16.h"
 
 namespace dmattn::cuda {
 
@@ -33,21 +32,37 @@ __device__ __forceinline__ void flush_sum(const float (&sum)[T::kSlices][N], flo
     }
 }
 
-__device__ __forceinline__ void store_pair(uint16_t* to, float a, float b, bool aligned) {
-  const uint32_t x = numerics::bf16_encode(a), y = numerics::bf16_encode(b);
-  if (aligned) {
-    *reinterpret_cast<uint32_t*>(to) = x | y << 16;
-  } else {
-    to[0] = static_cast<uint16_t>(x);
-    to[1] = static_cast<uint16_t>(y);
-  }
+// A quad's words, turned: lane t of four gets word t of each.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int lane) {
+#pragma unroll
+  for (int far = 1; far <= 2; far *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & far) continue;
+      const bool upper = (lane & far) != 0;
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + far], far);
+      (upper ? x[i] : x[i + far]) = other;
+    }
 }
 
-// Rows `row` and row + 8 of the output (null: not there): (earlier intervals + sum factor) scale, as BF16.
-template <class T, int N>
-__device__ __forceinline__ void write_sum(float (&sum)[T::kSlices][N], float factor, const float* partial, bool first,
-                                          float scale, uint16_t* row, uint16_t* row8, int pair) {
-  constexpr int kBatch = N < 64 ? N : 64;  // values whose loads are in flight together
+// Rows `row` and row + 8 of the output (null: not there), BF16: (earlier intervals + sum factor) scale. kWide: both rows
+// start at a multiple of 16 bytes.
+template <class T, bool kWide, int N>
+__device__ __forceinline__ void write_sum(const float (&sum)[T::kSlices][N], float factor, const float* partial,
+                                          bool first, float scale, uint16_t* row, uint16_t* row8, int lane) {
+  const auto store = [&](uint16_t* to, uint32_t(&x)[4]) {  // 8 t + 2 l, ... of four products of 8 columns
+    if constexpr (kWide) {
+      transpose_quad(x, lane);
+      if (to) *reinterpret_cast<uint4*>(to + 8 * (lane % 4)) = {x[0], x[1], x[2], x[3]};
+    } else if (to) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        to[8 * j + 2 * (lane % 4)] = static_cast<uint16_t>(x[j]);
+        to[8 * j + 2 * (lane % 4) + 1] = static_cast<uint16_t>(x[j] >> 16);
+      }
+    }
+  };
+  constexpr int kBatch = N < 64 ? N : 64, kTogether = 16;  // values whose loads are in flight; that are stored together
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll
@@ -59,17 +74,18 @@ __device__ __forceinline__ void write_sum(float (&sum)[T::kSlices][N], float fac
         if (!first) before[i] = __ldcg(reinterpret_cast<const float4*>(partial + 128 * (slice * N + base + 4 * i)));
       }
 #pragma unroll
-      for (int i = 0; i < kBatch / 4; ++i) {
-        const float* x = &sum[slice][base + 4 * i];
-        const int channel = slice * T::kSlice + 2 * (base + 4 * i) + pair;
-        const bool aligned =
-            (reinterpret_cast<uintptr_t>(row) & 3) == 0 && (reinterpret_cast<uintptr_t>(row8) & 3) == 0;
-        if (row)
-          store_pair(row + channel, (before[i].x + x[0] * factor) * scale, (before[i].y + x[1] * factor) * scale,
-                     aligned);
-        if (row8)
-          store_pair(row8 + channel, (before[i].z + x[2] * factor) * scale, (before[i].w + x[3] * factor) * scale,
-                     aligned);
+      for (int part = 0; part < kBatch; part += kTogether) {
+        uint32_t low[4], high[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* x = &sum[slice][base + part + 4 * i];
+          const float4 y = before[part / 4 + i];
+          low[i] = ptx::bf16_pack((y.x + x[0] * factor) * scale, (y.y + x[1] * factor) * scale);
+          high[i] = ptx::bf16_pack((y.z + x[2] * factor) * scale, (y.w + x[3] * factor) * scale);
+        }
+        const int channel = slice * T::kSlice + 2 * (base + part);
+        store(row ? row + channel : nullptr, low);
+        store(row8 ? row8 + channel : nullptr, high);
       }
     }
 }

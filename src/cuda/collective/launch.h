@@ -11,13 +11,16 @@
 
 namespace dmattn::cuda {
 
-// Allows a kernel its dynamic shared memory on the current GPU, which the runtime asks for above 48 KB.
+// Allows a kernel on the current GPU what the runtime wants to be asked for: dynamic shared memory above 48 KB and
+// clusters of more than 8 CTAs.
 template <auto kKernel, int kBytes>
-cudaError_t allow_shared_memory() {
-  return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+cudaError_t allow_kernel() {
+  const cudaError_t error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
-// kKernel<<<ctas, kThreads, kBytes>>>(arguments) on the launch's stream. Its shared memory is asked for once for each GPU,
+// kKernel<<<ctas, kThreads, kBytes>>>(arguments) on the launch's stream. What it needs is asked for once for each GPU,
 // since that takes as long as a launch, and again where the GPU has forgotten it (a reset, another context).
 template <auto kKernel, int kThreads, int kBytes, class... Arguments>
 cudaError_t start_kernel(const Launch& launch, int64_t ctas, const Arguments&... arguments) {
@@ -28,8 +31,9 @@ cudaError_t start_kernel(const Launch& launch, int64_t ctas, const Arguments&...
     return cudaGetLastError();
   };
   if ((allowed.load(std::memory_order_relaxed) & bit) != 0)
-    if (const cudaError_t error = start(); error != cudaErrorInvalidValue) return error;
-  if (const cudaError_t error = allow_shared_memory<kKernel, kBytes>(); error != cudaSuccess) return error;
+    if (const cudaError_t error = start(); error != cudaErrorInvalidValue && error != cudaErrorInvalidClusterSize)
+      return error;
+  if (const cudaError_t error = allow_kernel<kKernel, kBytes>(); error != cudaSuccess) return error;
   allowed.fetch_or(bit, std::memory_order_relaxed);
   return start();
 }

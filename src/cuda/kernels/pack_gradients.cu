@@ -1,7 +1,7 @@
 // What the backward takes from dO, O, q and the saved statistics: row references and weights, delta', codes of w dO, of
 // (2^k / rounded sum) dO and of plain q (docs/numerics.md, section 4).
 //
-// Scales hold over 512 rows. A cluster of 8 CTAs has such an interval of a query head, 64 rows (one image) each, 2 D
+// Scales hold over 1,024 rows. A cluster of 16 CTAs has such an interval of a query head, 64 rows (one image) each, 2 D
 // threads a CTA (collective/pack_rows.h). Every tensor is read once: rows stay in shared memory while the CTAs tell
 // each other their amaxes. CTAs past the sequence's last block leave at once and are asked for nothing.
 //

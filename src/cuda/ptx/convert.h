@@ -28,6 +28,13 @@ __device__ __forceinline__ void e4m3_unpack(uint32_t codes, float (&x)[4]) {
   x[0] = a.x, x[1] = a.y, x[2] = b.x, x[3] = b.y;
 }
 
+// BF16 of a (low half) and b: round to nearest even.
+__device__ __forceinline__ uint32_t bf16_pack(float a, float b) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(a), "f"(b));
+  return both;
+}
+
 // 2^x within 2 ulp; 0 below -126 and at -infinity. Agrees with numerics::exp2_polynomial within the grade "bounded".
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

@@ -79,6 +79,9 @@ __device__ __forceinline__ void registers_lower() {
 // ---- named barriers of one warpgroup (128 threads) ----
 
 __device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+// Two warpgroups that take turns: a barrier of 256 threads for each, which one waits for and the other passes.
+__device__ __forceinline__ void turn_wait(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
+__device__ __forceinline__ void turn_pass(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 // True in all 128 threads if it is true in one.
 __device__ __forceinline__ bool group_any(int id, bool value) {
   uint32_t any;

@@ -48,6 +48,14 @@ __device__ __forceinline__ uint64_t image_descriptor_at(uint32_t base16, int off
 __device__ __forceinline__ uint32_t uniform_address(uint32_t shared) {
   return __shfl_sync(0xffffffffu, (shared & 0x3ffffu) >> 4, 0);
 }
+// An image in shared memory as an operand: its k = 32 steps, each from some row on. Constants where the caller's are.
+struct ImageOperand {
+  uint32_t base16;
+  int offset, rows;
+  __device__ __forceinline__ uint64_t at(int step, int row = 0) const {
+    return image_descriptor_at(base16, offset + 32 * rows * step + 16 * row, rows);
+  }
+};
 // What to add to a descriptor for the next k = 32 step, and for `rows` rows further down.
 __device__ __forceinline__ constexpr uint64_t image_step(int rows) { return static_cast<uint64_t>(2 * rows); }
 __device__ __forceinline__ constexpr uint64_t image_rows(int rows) { return static_cast<uint64_t>(rows); }

@@ -13,6 +13,8 @@ from .tensor_core import product
 
 TILE, EXPONENT_KEYS = 64, 16
 SHIFT = F32(8)  # codes hold 2^8 p
+ROOM = F32(1)  # of the backward's exponents, for codes twice as large
+FORGETTING = {0} | {2**n for n in range(40)}  # intervals that start without exponents
 
 
 class Scores(NamedTuple):
@@ -199,14 +201,17 @@ def exponent_of(amax):
 
 
 class KeyTile:
-    """64 keys over an interval of queries: the exponents of their codes and what the tensor core holds."""
+    """64 keys over an interval of queries: the exponents of their codes, which go on from `before`, and what the tensor
+    core holds."""
 
-    def __init__(self, ops, keys):
+    def __init__(self, ops, keys, before=None):
         self.ops, self.keys = ops, keys
         count, channels = ops.v.codes[keys].shape
         self.group = np.arange(count) // EXPONENT_KEYS  # of each key
         self.e = np.full(self.group[-1] + 1, -np.inf, F32)  # of P, by group; -infinity: unset
         self.g = F32(-np.inf)  # of dS
+        if before is not None:
+            self.e, self.g = before.e, before.g
         self.dv, self.dk = np.zeros((count, channels), F32), np.zeros((count, channels), F32)
         self.p_nan = self.ds_nan = False
 
@@ -217,7 +222,7 @@ class KeyTile:
 
     def probabilities(self, tile):
         own = np.where(tile.visible, np.ceil(tile.acc * tile.factor) - tile.c[:, None], F32(-np.inf))
-        own = self.by_group(own)
+        own = self.by_group(own) + ROOM
         before = self.e
         self.e = np.where(np.isneginf(before), own, before)
         for _ in range(2):
@@ -239,9 +244,9 @@ class KeyTile:
         before = self.g
         if amax > 0:
             if np.isneginf(before):
-                self.g = exponent_of(amax)
+                self.g = exponent_of(amax) + ROOM
             elif (np.abs(e4m3(np.ldexp(ds, -int(before)))) == 448).any():
-                self.g = max(before, exponent_of(amax))
+                self.g = max(before, exponent_of(amax) + ROOM)
         if np.isneginf(self.g):
             return np.zeros(ds.shape, F32), F32(0)
         self.dk *= power_of_two(before - self.g)
@@ -301,9 +306,13 @@ def backward(
 
     dq = np.zeros(q.shape, F32)
     dk, dv = (np.zeros(k.shape, F32), np.zeros(v.shape, F32)) if start is None else (start.dk.copy(), start.dv.copy())
+    key_tiles = {}
     for interval, span in enumerate(spans(0, queries, FLUSH_ROWS)):
+        if interval in FORGETTING:
+            key_tiles.clear()
         for of_keys in spans(0, keys, TILE):
-            key_tile = KeyTile(ops, of_keys)
+            key_tile = KeyTile(ops, of_keys, key_tiles.get(of_keys.start))
+            key_tiles[of_keys.start] = key_tile
             for rows in spans(span.start, span.stop, TILE):
                 to_dq = key_tile.add(rows, delta_prime)
                 if to_dq is not None:

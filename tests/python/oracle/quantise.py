@@ -9,7 +9,7 @@ import numpy as np
 
 from .arithmetic import E4M3_MAX, F32, ascending_sum, e4m3, fma, from_bf16, ieee, to_bf16
 
-Q_ROWS, K_ROWS, FLUSH_ROWS = 128, 64, 512
+Q_ROWS, K_ROWS, FLUSH_ROWS = 128, 64, 1024
 AMAX_FLOOR = F32(2.0**-110)
 SLOTS, SLOT_WEIGHT = 16, F32(256)
 CAPACITY = 12 * E4M3_MAX * 256

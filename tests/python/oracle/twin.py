@@ -134,7 +134,7 @@ class _QuantiseArgs(_library._Sized):
 def quantise(x, operand, options):
     """(codes [rows, heads, head_dim], scale [heads, blocks], mean [heads, head_dim]); hopper numerics."""
     rows, heads, head_dim = x.shape
-    blocks = -(-rows // (64 if operand in ("k", "v") else 512))
+    blocks = -(-rows // (64 if operand in ("k", "v") else 1024))
     codes = np.full(x.shape, 0xEE, np.uint8)
     scale, mean = np.full((heads, blocks), -1, np.float32), np.full((heads, head_dim), -1, np.float32)
     args = _QuantiseArgs(
