@@ -116,14 +116,15 @@ def losses(family: str, attention: str, optimiser: str, seed: int) -> torch.Tens
 def test_training_follows_bf16(family, optimiser, judge):
     exact = losses(family, "sdpa", optimiser, seed=0)
     assert exact[-5:].mean() < exact[0] - 0.5, "the task was not learned, so nothing would be compared"
-    # Noise: how far other data takes SDPA, the weights and the task being the same. FP8 has to do less, over the run
-    # and at its end, where a gradient that is wrong would have added up.
-    noise = (losses(family, "sdpa", optimiser, seed=1) - exact).abs()
+    # Noise: how far other data takes SDPA, the weights and the task being the same, the most of three. FP8 has to do less,
+    # over the run and at its end, where a gradient that is wrong would have added up.
+    others = [(losses(family, "sdpa", optimiser, seed) - exact).abs() for seed in (1, 2, 3)]
     for mode in ("matched", "onepass") if optimiser == "adamw" else ("matched",):
         distance = (losses(family, register(mode), optimiser, seed=0) - exact).abs()
         for what, rows in (("the run", slice(None)), ("its last ten steps", slice(-10, None))):
             name = f"{mode}: distance of the loss from SDPA's, mean over {what}"
-            judge.at_most(name, distance[rows].mean().item(), noise[rows].mean().item(), grade="property")
+            noise = max(other[rows].mean().item() for other in others)
+            judge.at_most(name, distance[rows].mean().item(), noise, grade="property")
 
 
 @pytest.mark.parametrize("how", ["plain", "left", "right", "packed"])
