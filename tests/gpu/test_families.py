@@ -187,7 +187,7 @@ def _load(path: Path, mode: str) -> tuple[Case, Inputs]:
 @pytest.mark.parametrize("path", _layers(), ids=lambda p: p.stem)
 def test_real_layer(judge, path, mode):
     """Against the twin; and errors against FP64 beside those of an independent simulation with Q centred. It has scales
-    for 128 rows of dO where the kernels have them for 512, which shows in dV of layers with a few loud rows. What
+    for 128 rows of dO where the kernels have them for 1,024, which shows in dV of layers with a few loud rows. What
     consistent and stale lose, single tokens of saturated heads decide: a half more or less."""
     case, x = _load(path, mode)
     gpu, twin, truth = run(case, x), run(case, x, "cpu"), exact(case, x)

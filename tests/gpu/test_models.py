@@ -116,8 +116,8 @@ def losses(family: str, attention: str, optimiser: str, seed: int) -> torch.Tens
 def test_training_follows_bf16(family, optimiser, judge):
     exact = losses(family, "sdpa", optimiser, seed=0)
     assert exact[-5:].mean() < exact[0] - 0.5, "the task was not learned, so nothing would be compared"
-    # Noise: how far other data takes SDPA, the weights and the task being the same, the most of three. FP8 has to do less,
-    # over the run and at its end, where a gradient that is wrong would have added up.
+    # Noise: how far other data takes SDPA, the weights and the task being the same, the most of three. FP8 has to do
+    # less, over the run and at its end, where a gradient that is wrong would have added up.
     others = [(losses(family, "sdpa", optimiser, seed) - exact).abs() for seed in (1, 2, 3)]
     for mode in ("matched", "onepass") if optimiser == "adamw" else ("matched",):
         distance = (losses(family, register(mode), optimiser, seed=0) - exact).abs()
