@@ -1,6 +1,7 @@
-// From tiles to gradients. A key tile's exponents pass from query tile to query tile until they are forgotten, so runs of
-// tiles in between are computed side by side and kept, a strip of key tiles at a time. Every output has one owner: dQ's
-// rows add key tiles in ascending order, dK's and dV's rows query tiles in ascending order, whatever computes them.
+// From tiles to gradients. A key tile's exponents pass from query tile to query tile until they are forgotten, so runs
+// of tiles in between are computed side by side and kept, a strip of key tiles at a time. Every output has one owner:
+// dQ's rows add key tiles in ascending order, dK's and dV's rows query tiles in ascending order, whatever computes
+// them.
 #include <algorithm>
 #include <cmath>
 

@@ -33,8 +33,8 @@ struct TileKernels {
   float (*amax)(const float* x, int64_t n);                              // NaN and infinity sticky; 0 for n = 0
   void (*cast)(const float* x, float inverse, int64_t n, float* codes);  // codes = E4M3(x * inverse), as values
   float (*row_max)(const float* x, int n);                               // -infinity for n = 0; x has no NaN
-  // y = fma(score, factor, offset), p = 2^y, code = E4M3(p) for n <= 64 columns; columns up to 64 are zeroed. One offset
-  // for each 16 columns.
+  // y = fma(score, factor, offset), p = 2^y, code = E4M3(p) for n <= 64 columns; columns up to 64 are zeroed. One
+  // offset for each 16 columns.
   ExpSums (*exp_row)(const float* score, float factor, const float* offset, int n, float* p, float* code);
   // p = 2^fma(score, factor, -reference), zero from column n on; returns its sum.
   float (*exp_row_plain)(const float* score, float factor, float reference, int n, float* p);

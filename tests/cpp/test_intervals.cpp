@@ -1,5 +1,5 @@
-// Hopper's backward keeps dV and dK in the tensor core over an interval of queries; exponents rise, also across intervals,
-// until they are forgotten.
+// Hopper's backward keeps dV and dK in the tensor core over an interval of queries; exponents rise, also across
+// intervals, until they are forgotten.
 #include <gtest/gtest.h>
 
 #include "heads.h"
@@ -55,8 +55,8 @@ TEST_P(Intervals, SumsFollowExponentsThatRise) {
   }
 }
 
-// Rows before `loud` have a P of 1/16 on the first keys and no dO, the others 2^-26, for which the codes have no room beside
-// it: dV is theirs alone.
+// Rows before `loud` have a P of 1/16 on the first keys and no dO, the others 2^-26, for which the codes have no room
+// beside it: dV is theirs alone.
 Head quiet_after(int64_t loud, int64_t queries) {
   Head head = steered(queries, 80, [=](int64_t i) { return i < loud ? 10.0 : -14.0; });
   scale_rows(head, [=](int64_t i) { return i < loud ? 0.0 : 1.0; });
@@ -100,7 +100,7 @@ TEST_P(Intervals, ScalesOfDOAndPlainQSpanThem) {
 
 TEST_P(Intervals, ANanOfOneTileStaysToTheirEnd) {
   // A delta from outside can be NaN in one row alone.
-  Head head(600, 70, 64, false);
+  Head head(1100, 70, 64, false);  // two intervals
   head.gaussian(64);
   const cpu::TwinConfig config = hopper(Centre::qk, GetParam());
   const HeadRun own = run(head, config, Mode::matched, false);
@@ -124,7 +124,7 @@ TEST_P(Intervals, ANanOfOneTileStaysToTheirEnd) {
 INSTANTIATE_TEST_SUITE_P(Accumulators, Intervals, ::testing::Values(Accumulator::tensor_core, Accumulator::fp32));
 
 TEST(KeySums, QueryHeadsContinueEachOthersSums) {
-  Head first(600, 70, 64, false), second = first;
+  Head first(1100, 70, 64, false), second = first;  // two intervals
   first.gaussian(62);
   second.gaussian(63);
   second.k = first.k;

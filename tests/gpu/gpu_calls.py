@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from delta_matching import _library
+from oracle import quantise as blocks
 
 DEVICE = torch.device(os.environ.get("DMATTN_GPU_TESTS_DEVICE", "cuda:0"))
 ON_GPU = DEVICE.type == "cuda"
@@ -336,7 +337,7 @@ def quantise(
     """Equal lengths alone."""
     query = operand in ("q", "d_o", "q_scores")
     heads, length = (case.q_heads, case.q_len) if query else (case.kv_heads, case.k_len)
-    rows = {"q": 1024, "d_o": 1024, "q_scores": 128}.get(operand, 64)
+    rows = {"q": blocks.FLUSH_ROWS, "d_o": blocks.FLUSH_ROWS, "q_scores": blocks.Q_ROWS}.get(operand, blocks.K_ROWS)
     means = (case.batch, heads, case.head_dim)
     if operand == "q_scores":
         count = -(-length // (128 * max(1, -(-length // 8192))))

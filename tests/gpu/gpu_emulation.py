@@ -20,7 +20,7 @@ from oracle import hopper
 from oracle import quantise as blocks
 from oracle.tensor_core import FRACTION, STEP
 
-TILE, INTERVAL, GROUP = 64, 1024, 16
+TILE, INTERVAL, GROUP = hopper.TILE, blocks.FLUSH_ROWS, hopper.EXPONENT_KEYS
 _NEVER = -1000  # exponent of a code that is zero
 
 

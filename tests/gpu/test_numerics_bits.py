@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["tests/gpu/numerics_bits.cu", "src/cpu/tile_kernels.cpp", "src/cpu/isa_products.cpp", "src/cpu/isa_exact.cpp", "src/cpu/isa_rows.cpp"]
+SOURCES = [
+    "tests/gpu/numerics_bits.cu",
+    "src/cpu/tile_kernels.cpp",
+    "src/cpu/isa_products.cpp",
+    "src/cpu/isa_exact.cpp",
+    "src/cpu/isa_rows.cpp",
+]
 
 
 def has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+    return (
+        shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

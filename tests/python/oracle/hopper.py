@@ -174,7 +174,9 @@ def shortcut_delta(mode, d, d_hat, o, o_low):
         return scale * dot(d_hat.codes, high)
     full = high + from_bf16(o_low)
     o_hat = quantise(full, 1, scale_of=power_scale_of)
-    truncated = np.diagonal(product(d_hat.codes, o_hat.codes))
+    truncated = np.zeros(len(d), F32)
+    for rows in spans(0, len(d), TILE):  # of all products of two rows, those of a row with its own
+        truncated[rows] = np.diagonal(product(d_hat.codes[rows], o_hat.codes[rows]))
     return scale * fma(o_hat.scale, truncated, dot(d_hat.codes, fma(-o_hat.scale[:, None], o_hat.codes, full)))
 
 

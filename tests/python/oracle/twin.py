@@ -9,6 +9,8 @@ import numpy as np
 
 from delta_matching import _library
 
+from .quantise import FLUSH_ROWS, K_ROWS
+
 
 class Options(NamedTuple):
     softmax_scale: float
@@ -131,10 +133,15 @@ class _QuantiseArgs(_library._Sized):
     ]
 
 
+def scale_rows(operand):
+    """Rows that share a scale."""
+    return K_ROWS if operand in ("k", "v") else FLUSH_ROWS
+
+
 def quantise(x, operand, options):
     """(codes [rows, heads, head_dim], scale [heads, blocks], mean [heads, head_dim]); hopper numerics."""
     rows, heads, head_dim = x.shape
-    blocks = -(-rows // (64 if operand in ("k", "v") else 1024))
+    blocks = -(-rows // scale_rows(operand))
     codes = np.full(x.shape, 0xEE, np.uint8)
     scale, mean = np.full((heads, blocks), -1, np.float32), np.full((heads, head_dim), -1, np.float32)
     args = _QuantiseArgs(
