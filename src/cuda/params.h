@@ -1,6 +1,7 @@
 // What the kernels read and write, by phase. All pointers are device memory inside the caller's tensors or workspace.
 // Hq, Hk: query and KV heads; QB, KB: padded 128-row blocks of all sequences (Sequences::q_blocks, k_blocks);
-// D: head_dim. Row arrays "[Hq][128 QB]" are indexed by padded row: 128 block + row, rows past a sequence's end included.
+// D: head_dim. Row arrays "[Hq][128 QB]" are indexed by padded row: 128 block + row, rows past a sequence's end
+// included.
 #pragma once
 
 #include <cstdint>
@@ -73,8 +74,8 @@ struct GradientInput {
 
 // dS of one chunk: KV heads [kv_first, kv_first + kv_heads), of each group the query heads [group_first, group_first +
 // group_heads), key tiles [tile_first, tile_end) of every sequence, all query tiles. Heads are counted KV head after KV
-// head. Tile (head, I, J) is a row image-like block of 64 queries x 64 keys: 4 columns (16 keys each, rho
-// order) of 64 x 16 bytes. schedule/ds_tiles.h finds it.
+// head. Tile (head, I, J) has 64 queries x 64 keys as tile/image.h lays them out ("dS tiles"); schedule/ds_tiles.h
+// finds it.
 struct DsChunk {
   uint8_t* codes;  // [heads][tiles per head][4096]
   float* scale;    // [heads][tiles per head]

@@ -10,31 +10,40 @@ namespace dmattn::cuda {
 
 static_assert(numerics::kBiasSlots == 16, "one 16-byte column of an image");
 
-// Writes the codes of one key's bias, 16 bytes at a shared address. All lanes of a warp call it together: the greedy
-// split ends when no lane has anything left. Word by word, as producers have few registers.
-__device__ __forceinline__ void write_bias_codes(uint32_t address, float dot, float q_scale, float k_scale) {
-  const float units = numerics::bias_units(dot, q_scale, k_scale);
-  float rest = numerics::is_finite(units) ? units : 0.0f;  // else the scale is NaN as well
-  bool more = true;
+// Writes the codes of two keys' biases, 16 bytes each at two shared addresses: the greedy split of numerics/bias.h in
+// units of the bias weight (powers of two change no rounding), a slot of both keys at a time. All lanes of a warp call
+// it together; the split ends when every lane's rest is too small for the smallest code.
+__device__ __forceinline__ void write_bias_codes(const uint32_t (&address)[2], const float (&dot)[2], float q_scale,
+                                                 float k_scale) {
+  constexpr float kNothingLeft = 0x1p-10f;  // half the smallest code: a tie, to even
+  float rest[2];
 #pragma unroll
-  for (int first = 0; first < numerics::kBiasSlots; first += 4) {
-    uint32_t word = 0;
-    if (more) {
-#pragma unroll
-      for (int slot = 0; slot < 4; ++slot) {
-        uint16_t pair;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-            : "=h"(pair)
-            : "f"(0.0f), "f"(rest * (1.0f / numerics::kBiasWeight)));
-        word |= static_cast<uint32_t>(pair & 0xffu) << (8 * slot);
-        float value[4];
-        ptx::e4m3_unpack(pair & 0xffu, value);
-        rest -= value[0] * numerics::kBiasWeight;  // exact: a multiple of 2^8 with few bits
-      }
-      more = __any_sync(0xffffffffu, (word & 0x7f000000u) != 0);
-    }
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address + first), "r"(word) : "memory");
+  for (int i = 0; i < 2; ++i) {
+    const float units = numerics::bias_units(dot[i], q_scale, k_scale);
+    rest[i] =
+        (numerics::is_finite(units) ? units : 0.0f) * (1.0f / numerics::kBiasWeight);  // else the scale is NaN too
   }
+  uint32_t words[2][4] = {};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if (w > 0 && !__any_sync(0xffffffffu, fmaxf(fabsf(rest[0]), fabsf(rest[1])) > kNothingLeft)) break;
+    uint32_t pair[4];
+#pragma unroll
+    for (int slot = 0; slot < 4; ++slot) {
+      float value[2];
+      asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.rn.satfinite.e4m3x2.f32 pair, %4, %3;"
+          " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both; cvt.f32.f16 %1, low; cvt.f32.f16 %2, high;"
+          " cvt.u32.u16 %0, pair; }"
+          : "=r"(pair[slot]), "=f"(value[0]), "=f"(value[1])
+          : "f"(rest[0]), "f"(rest[1]));
+      rest[0] -= value[0], rest[1] -= value[1];  // exact: few bits
+    }
+    const uint32_t front = __byte_perm(pair[0], pair[1], 0x5140), back = __byte_perm(pair[2], pair[3], 0x5140);
+    words[0][w] = __byte_perm(front, back, 0x5410);
+    words[1][w] = __byte_perm(front, back, 0x7632);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) ptx::store_shared4(address[i], {words[i][0], words[i][1], words[i][2], words[i][3]});
 }
 
 // Fills the constant operand of the bias step (an image of 64 rows x 32 bytes, 2 KB) with `threads` threads.

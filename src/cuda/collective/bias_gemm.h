@@ -1,7 +1,7 @@
 // The biases of 64 keys for all mean blocks of a query head, mu . (k - mean), on the tensor cores.
 //
-// mu is BF16. k - mean in FP32 is the sum of three BF16 numbers, each the upper half of what is left (8 of its 24 bits),
-// so products are exact; those of the two small terms have accumulators of their own, added at the end.
+// mu is BF16. k - mean in FP32 is the sum of three BF16 numbers, each the upper half of what is left (8 of its 24
+// bits), so products are exact; those of the two small terms have accumulators of their own, added at the end.
 //
 // Grade: bounded. One step of 16 channels truncates its terms at 2^-24 or less of the largest of them and of the
 // accumulator, then its sum to 24 bits. After D / 16 steps a bias is off by about D 2^-24 of sum |mu| |k - mean| at
@@ -10,8 +10,8 @@
 // inputs alone, and forward and backward see the same biases. What is not finite stays so: an infinity leaves NaN in
 // the lower terms, and a NaN is one in every term.
 //
-// A warp has 16 keys and up to 64 mean blocks. Channels are contracted in an order in which a lane's share of a chunk of
-// 32 channels is 8 neighbours, one load: of step s (0, 1) lane t of four has channels 8 t + 4 s ... 8 t + 4 s + 3.
+// A warp has 16 keys and up to 64 mean blocks. Channels are contracted in an order in which a lane's share of a chunk
+// of 32 channels is 8 neighbours, one load: of step s (0, 1) lane t of four has channels 8 t + 4 s ... 8 t + 4 s + 3.
 #pragma once
 
 #include "cuda/collective/pack_rows.h"

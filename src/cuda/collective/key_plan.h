@@ -21,8 +21,6 @@ struct KeyTraits {
   static constexpr int kSlices = D / kSlice;
   static constexpr int kStages = D == 256 && kDk ? 2 : 4;  // 227 KB is the limit
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  // The warpgroups take turns at the tensor cores; the launch that has no registers for the barrier's name does without.
-  static constexpr bool kTurns = D < 256 || kRole == KeyRole::dv;
   static constexpr int kThreads = 384, kConsumerWarps = 8;
   // Registers change hands only within what the CTA starts with, 168 a thread; asking for more would wait forever.
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 256 <= 168 * kThreads);
@@ -41,6 +39,7 @@ struct KeySlot {
 constexpr int kBlocks = 4;       // of 128 queries, whose biases and factors are in shared memory
 constexpr int kMostItems = 512;  // of a CTA and launch
 constexpr int kWorkBytes = 32;
+constexpr int kRowsBytes = 8 * kImageRows;  // 8 - c - E and delta' of a tile's queries
 
 // Byte offsets in dynamic shared memory.
 template <class T>
@@ -55,8 +54,8 @@ struct KeyPlan {
   static constexpr int kQt = kNextBytes;                       // transposed q (dK)
   static constexpr int kDot = kQt + (T::kDk ? T::kImage : 0);  // transposed dO (dV)
   static constexpr int kStageBytes = kDot + (T::kDv ? T::kImage : 0);
-  // What belongs to a block of 128 queries, two tiles: bias codes, one image of 64 keys x 32 for each warpgroup, KeyScalars,
-  // and 128 floats each of 8 - c and delta'.
+  // What belongs to a block of 128 queries, two tiles: bias codes, one image of 64 keys x 32 for each warpgroup,
+  // KeyScalars, and 128 floats each of 8 - c and delta'.
   static constexpr int kBlock0 = kStage0 + T::kStages * kStageBytes;
   static constexpr int kScalars = 2 * kImageRows * kBiasBytes;
   static constexpr int kShift = kScalars + 128;
@@ -64,10 +63,10 @@ struct KeyPlan {
   static constexpr int kBlockBytes = kDelta + kBlockRows * 4;
   static constexpr int kOnes = kBlock0 + kBlocks * kBlockBytes;    // constant operand of the bias step
   static constexpr int kReduce = kOnes + kImageRows * kBiasBytes;  // [warpgroup][4 warps] amax
-  static constexpr int kOver = kReduce + 32;                       // [warpgroup][2] flags: a code saturated
-  static constexpr int kWork = kReduce + 64;                       // [kMostItems] KeyWork of the CTA's items, in turn
+  static constexpr int kWork = kReduce + 32;                       // [kMostItems] KeyWork of the CTA's items, in turn
   static constexpr int kSlots = kWork + kMostItems * kWorkBytes;   // [8 consumer warps] KeySlot
-  static constexpr int kBarriers = kSlots + 8 * KeySlot::kBytes;
+  static constexpr int kRows = kSlots + 8 * KeySlot::kBytes;       // [8 consumer warps] TileOperands::rows
+  static constexpr int kBarriers = kRows + 8 * kRowsBytes;
   static constexpr int kBytes = kBarriers + 8 * (2 * T::kStages + 2 * kBlocks + 2);
   static_assert(kBytes <= 227 * 1024);
 

@@ -113,8 +113,9 @@ __device__ __forceinline__ void key_copies(const KeyParams& p, uint32_t shared) 
   }
 }
 
-// Warps 1, 2 and 3 take the blocks of 128 queries in turn: bias codes of all keys, the factors of their products, and by bulk
-// copies 8 - c and delta'. A warp's blocks are nearer to each other than the ring is long, so that a parity tells their phases apart.
+// Warps 1, 2 and 3 take the blocks of 128 queries in turn: bias codes of all keys, the factors of their products, and
+// by bulk copies 8 - c and delta'. A warp's blocks are nearer to each other than the ring is long, so that a parity
+// tells their phases apart.
 constexpr int kBlockWarps = 3;
 static_assert(kBlockWarps < kBlocks);
 
@@ -160,9 +161,11 @@ __device__ __forceinline__ void key_blocks(const KeyParams& p, uint32_t shared, 
           enter();
           __syncwarp();
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            write_bias_codes(slot + (i / 2) * kImageRows * kBiasBytes + 16 * (lane + 32 * (i % 2)), dot[i], q_scale,
-                             p.keys.k_scale[2 * ptx::load_shared_int(work) + i / 2]);
+          for (int i = 0; i < 2; ++i) {
+            const uint32_t codes = slot + i * kImageRows * kBiasBytes + 16 * lane;
+            write_bias_codes({codes, codes + 16 * 32}, {dot[2 * i], dot[2 * i + 1]}, q_scale,
+                             p.keys.k_scale[2 * ptx::load_shared_int(work) + i]);
+          }
         } else {
           enter();
           __syncwarp();

@@ -1,23 +1,34 @@
 // FP32 sums of dV and dK over intervals of 1,024 queries, and their way out.
 #pragma once
 
-#include "cuda/collective/key_consumer.h"
+#include "cuda/collective/key_codes.h"
 
 namespace dmattn::cuda {
 
-__device__ __forceinline__ void store4(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
+// Sums are to stay in the L2 until the next interval's are added.
+__device__ __forceinline__ uint64_t keep_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void store4(float* to, float4 x, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
+               "f"(x.w), "l"(policy)
+               : "memory");
+}
 
 // to += x without waiting. Each address has one writer, whose additions take effect in program order: no other thread
 // ever touches it, so the result does not depend on timing. The GPU flushes subnormal sums here (below 2^-126).
-__device__ __forceinline__ void add4(float* to, float4 x) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w)
+__device__ __forceinline__ void add4(float* to, float4 x, uint64_t policy) {
+  asm volatile("red.relaxed.gpu.global.add.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w), "l"(policy)
                : "memory");
 }
 
 // The thread's part of the CTA's private sums: float4 number i at partial + 512 i.
 template <class T, int N>
 __device__ __forceinline__ void flush_sum(const float (&sum)[T::kSlices][N], float factor, float* partial, bool first) {
+  const uint64_t policy = keep_policy();
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll
@@ -26,9 +37,9 @@ __device__ __forceinline__ void flush_sum(const float (&sum)[T::kSlices][N], flo
                         sum[slice][i + 3] * factor};
       float* to = partial + 128 * (slice * N + i);
       if (first)
-        store4(to, x);
+        store4(to, x, policy);
       else
-        add4(to, x);
+        add4(to, x, policy);
     }
 }
 
@@ -45,8 +56,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int lane) {
     }
 }
 
-// Rows `row` and row + 8 of the output (null: not there), BF16: (earlier intervals + sum factor) scale. kWide: both rows
-// start at a multiple of 16 bytes.
+// Rows `row` and row + 8 of the output (null: not there), BF16: (earlier intervals + sum factor) scale. kWide: both
+// rows start at a multiple of 16 bytes.
 template <class T, bool kWide, int N>
 __device__ __forceinline__ void write_sum(const float (&sum)[T::kSlices][N], float factor, const float* partial,
                                           bool first, float scale, uint16_t* row, uint16_t* row8, int lane) {

@@ -1,5 +1,5 @@
-// Intervals of 1,024 queries that share the scales of the backward's codes, one cluster of CTAs each, one image of 64 rows
-// a CTA.
+// Intervals of 1,024 queries that share the scales of the backward's codes, one cluster of CTAs each, one image of 64
+// rows a CTA.
 #pragma once
 
 #include "cuda/params.h"
@@ -12,7 +12,8 @@ constexpr int kClusterCtas = 2 * kIntervalBlocks;  // one an image
 constexpr int kHalves = kBlockRows / kImageRows;
 
 // Clusters of a head. An interval of sequence b whose first block is f and that starts i intervals into it has index
-// f / 8 + b + i with variable lengths: no two share one, as a sequence's last interval reaches at most 7 blocks too far.
+// f / 8 + b + i with variable lengths: no two share one, as a sequence's last interval reaches at most 7 blocks too
+// far.
 __host__ __device__ __forceinline__ int64_t interval_count(const Sequences& s) {
   if (s.variable) return s.q_blocks / kIntervalBlocks + static_cast<int64_t>(s.batch);
   return static_cast<int64_t>(s.batch) * ((s.q_blocks_max + kIntervalBlocks - 1) / kIntervalBlocks);

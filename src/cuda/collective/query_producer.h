@@ -1,8 +1,8 @@
 // Producer warps of the query-stationary kernels: bulk copies, bias codes and factors of every stage.
 //
-// A warp does all of a stage: it copies, then writes the codes of 64 keys, two a lane. Step n of the CTA belongs to warp
-// n % 4, so that a warp always meets the same stages in turn (a parity tells neighbouring phases apart, no others) and
-// each of the multiprocessor's four schedulers has the same share of the work. Warp 0 copies queries as well.
+// A warp does all of a stage: it copies, then writes the codes of 64 keys, two a lane. Step n of the CTA belongs to
+// warp n % 4, so that a warp always meets the same stages in turn (a parity tells neighbouring phases apart, no others)
+// and each of the multiprocessor's four schedulers has the same share of the work. Warp 0 copies queries as well.
 #pragma once
 
 #include "cuda/collective/query_plan.h"
@@ -61,42 +61,6 @@ __device__ __forceinline__ void copy_keys(const uint8_t* keys, const uint8_t* va
   ptx::bulk_load(shared + Plan::values(stage), values + offset, T::kImage, full);
 }
 
-// Bias codes of two keys, 16 bytes each at two shared addresses: what write_bias_codes (bias.h) writes, in units of the
-// bias weight (powers of two change no rounding) and both at once. All lanes of a warp call it together; the split ends
-// when every lane's rest is too small for the smallest code.
-__device__ __forceinline__ void write_two_bias_codes(const uint32_t (&address)[2], const float (&dot)[2], float q_scale,
-                                                     float k_scale) {
-  constexpr float kNothingLeft = 0x1p-10f;  // half the smallest code: a tie, to even
-  float rest[2];
-  uint32_t words[2][4] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float units = numerics::bias_units(dot[i], q_scale, k_scale);
-    rest[i] =
-        (numerics::is_finite(units) ? units : 0.0f) * (1.0f / numerics::kBiasWeight);  // else the scale is NaN too
-  }
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if (w > 0 && !__any_sync(0xffffffffu, fmaxf(fabsf(rest[0]), fabsf(rest[1])) > kNothingLeft)) break;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t code[4];
-#pragma unroll
-      for (int slot = 0; slot < 4; ++slot) {
-        float value;
-        asm("{ .reg .b16 pair, low, high; .reg .b32 both; cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, %2;"
-            " cvt.rn.f16x2.e4m3x2 both, pair; mov.b32 {low, high}, both; cvt.f32.f16 %1, low; cvt.u32.u16 %0, pair; }"
-            : "=r"(code[slot]), "=f"(value)
-            : "f"(rest[i]));
-        rest[i] -= value;  // exact: few bits
-      }
-      words[i][w] = __byte_perm(__byte_perm(code[0], code[1], 0x0040), __byte_perm(code[2], code[3], 0x0040), 0x5410);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) ptx::store_shared4(address[i], {words[i][0], words[i][1], words[i][2], words[i][3]});
-}
-
 template <class T>
 __device__ __forceinline__ void produce(const Shape& shape, const QueryOperands& from, int32_t items, uint32_t shared,
                                         int warp, int lane) {
@@ -146,7 +110,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const QueryOperands&
       if (lane == 0) copy_keys<T>(keys, values, tile, shared, ring.stage());
       __syncwarp();
       const uint32_t bias = shared + Plan::bias(ring.stage()) + 16 * lane;
-      if (centred) write_two_bias_codes({bias, bias + 16 * 32}, now.dot, q_scale, now.k_scale);
+      if (centred) write_bias_codes({bias, bias + 16 * 32}, now.dot, q_scale, now.k_scale);
       if (lane == 0) {
         const uint32_t scalars = shared + Plan::scalars(ring.stage());
         ptx::store_shared(scalars, (q_scale * now.k_scale) * score_scale);

@@ -34,7 +34,8 @@ struct ConsumerThread {
   }
 };
 
-// The part of an item that one warpgroup has to do: tiles [0, tiles), of which it sees the first `whole` without a mask.
+// The part of an item that one warpgroup has to do: tiles [0, tiles), of which it sees the first `whole` without a
+// mask.
 struct GroupTiles {
   int32_t tiles, whole;
 
@@ -74,8 +75,8 @@ __device__ __forceinline__ uint64_t address_descriptor(uint32_t shared) {
   return static_cast<uint64_t>(128 >> 4) << 32 | shared >> 4;
 }
 
-// Descriptor of a stage's first byte, without rows: one address a stage, in uniform registers. An image of `rows` rows at
-// byte `offset` of the stage has the descriptor stage + image_at(offset, rows). Shared addresses have 18 bits.
+// Descriptor of a stage's first byte, without rows: one address a stage, in uniform registers. An image of `rows` rows
+// at byte `offset` of the stage has the descriptor stage + image_at(offset, rows). Shared addresses have 18 bits.
 template <class T>
 __device__ __forceinline__ uint64_t stage_descriptor(uint32_t shared, int stage) {
   using Plan = QueryPlan<T>;

@@ -5,7 +5,8 @@
 //     S = Q K^T + bias step, T = D V^T (codes, tensor core; D = w dO)
 //     p = 2^(S f + 8 - c), f = (q_scale k_scale) (softmax_scale log2 e)        FP32, not rounded to codes
 //     weighted += (2^-8 d_scale v_scale) sum p T,  total += sum p
-// and at the end delta' = weighted / (2^-8 total) (0 where total is), delta = delta' / w: 2^-8 takes out what p carries.
+// and at the end delta' = weighted / (2^-8 total) (0 where total is), delta = delta' / w: 2^-8 takes out what p
+// carries.
 //
 //              keys, 64 a stage ->                       384 threads, one CTA per multiprocessor:
 //            +----+----+----+----+                         warps 0-3    copies, bias codes, factors (query_producer.h)

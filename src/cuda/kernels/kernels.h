@@ -1,5 +1,5 @@
-// Host entry points of the kernels: one call is one or a few launches on `launch.stream`. They check nothing (core does),
-// allocate nothing and never synchronise; the return value is the launch's error.
+// Host entry points of the kernels: one call is one or a few launches on `launch.stream`. They check nothing (core
+// does), allocate nothing and never synchronise; the return value is the launch's error.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -45,7 +45,8 @@ cudaError_t launch_forward(const Launch& launch, const Shape& shape, const KeyCo
 cudaError_t launch_delta(const Launch& launch, const Shape& shape, const KeyCodes& keys, const QueryCodes& queries,
                          const GradientCodes& gradients, float* delta_out);
 
-// dV, dK of the chunk's keys, and its dS codes (chunk.codes null: not wanted). rounded: dS from the codes of P (onepass).
+// dV, dK of the chunk's keys, and its dS codes (chunk.codes null: not wanted). rounded: dS from the codes of P
+// (onepass).
 cudaError_t launch_key_gradients(const Launch& launch, const Shape& shape, bool rounded, const KeyCodes& keys,
                                  const QueryCodes& queries, const GradientCodes& gradients, const DsChunk& chunk,
                                  const KeyGradients& output);

@@ -2,8 +2,8 @@
 //
 // Three launches. key_partials: a thread adds up 64 keys of 8 channels, ascending. key_means: a thread adds up the
 // partial sums of a channel, ascending, and divides once. key_codes: a CTA of 2 D threads per image of 64 keys and KV
-// head (collective/pack_rows.h); it reads K and V once and writes up to four images. Images past a sequence's end within
-// its last block of 128 are written too: codes and scale 0.
+// head (collective/pack_rows.h); it reads K and V once and writes up to four images. Images past a sequence's end
+// within its last block of 128 are written too: codes and scale 0.
 #include "cuda/collective/pack_copies.h"
 #include "cuda/collective/pack_launch.h"
 #include "cuda/collective/pack_rows.h"

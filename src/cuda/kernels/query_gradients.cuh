@@ -1,11 +1,12 @@
 // dQ from the codes of dS: a product per 64 x 64 tile, promoted to FP32. docs/numerics.md, section 4.
 //
-// A CTA owns 128 queries of a head, two consumer warpgroups 64 each, and walks over the chunk's key tiles that they see,
-// two at a time, in ascending order:
-//     T = dS . K     A: dS codes [64 queries x 64 keys] through ldmatrix, B: transposed image of K codes (rho order)
+// A CTA owns 128 queries of a head, two consumer warpgroups 64 each, and walks over the chunk's key tiles that they
+// see, two at a time, in ascending order:
+//     T = dS . K     A: dS codes [64 queries x 64 keys] through ldmatrix, which turns them; rows in the order of
+//                    ds_tile_query, warp w has the matrices t = w. B: transposed image of K codes (rho order)
 //     dQ = fma(T, ds_scale k_scale, dQ)
-// T starts from zero for every tile. Where a chunk holds a part of the keys, dQ continues from the FP32 sums of the chunk
-// before it, in the order of keys: no chunking changes a bit.
+// T starts from zero for every tile. Where a chunk holds a part of the keys, dQ continues from the FP32 sums of the
+// chunk before it, in the order of keys: no chunking changes a bit.
 //
 // The kernel reads every byte of dS once and should be bound by memory: the stages keep up to 192 KB in flight.
 // Roles: warpgroup 0: a lane copies, four lanes of the next warp make factors; warpgroups 1 and 2 consume. Barriers:
@@ -22,7 +23,7 @@ namespace dmattn::cuda {
 template <int kHeadDim>
 struct DqTraits {
   static constexpr int D = kHeadDim;
-  static constexpr int kImage = kImageRows * D, kDsTile = kImageRows * kImageRows;
+  static constexpr int kImage = kImageRows * D, kDsTile = kDsTileBytes;
   static constexpr int kSlice = 64;        // channels of a product; two products take turns
   static constexpr bool kPairs = D < 256;  // both tiles of a stage in one go: registers for two tiles' codes
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
@@ -179,8 +180,9 @@ struct DqConsumer {
     const uint32_t stage = shared + number * T::kStageBytes;
     const float2 factors = ptx::load_shared2(shared + T::kFactors + 16 * number + 8 * group);
     const float factor[2] = {at == 0 ? factors.x : factors.y, factors.y};
+    // The lane's row of four matrices: both halves of a warp's 16 keys, then of the next warp's.
     const uint32_t row =
-        stage + (group * 2 + at) * T::kDsTile + 16 * (16 * warp + lane % 16) + (lane / 16) * 16 * kImageRows;
+        stage + (group * 2 + at) * T::kDsTile + 16 * ds_tile_row(lane / 16, lane / 8 % 2, warp, lane % 8);
     const uint64_t keys = static_cast<uint64_t>(128 >> 4) << 32 | stage >> 4;
     uint32_t left[kTiles][8];
     float product[2][T::kSlice / 2];
@@ -190,8 +192,8 @@ struct DqConsumer {
                                  slice * image_rows(T::kSlice));
       uint32_t(&codes)[8] = left[i];
       if (slice == 0) {
-        ptx::load_matrices(row + i * T::kDsTile, codes);
-        ptx::load_matrices(row + i * T::kDsTile + 2 * 16 * kImageRows, codes + 4);
+        ptx::load_transposed(row + i * T::kDsTile, codes);
+        ptx::load_transposed(row + i * T::kDsTile + 16 * ds_tile_row(2, 0, 0, 0), codes + 4);
       }
       ptx::mma_fence();
       ptx::mma(product[n % 2], codes, b, false);
@@ -262,12 +264,12 @@ struct DqConsumer {
         *reinterpret_cast<float4*>(to + 128 * i) = {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]};
       return;
     }
-    const int32_t row = item.block * kBlockRows + group * kImageRows + 16 * warp + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (row + 8 * half >= item.view.q_rows) continue;
+      const int32_t row = item.block * kBlockRows + group * kImageRows + ds_tile_query(half, warp, lane / 4);
+      if (row >= item.view.q_rows) continue;
       uint16_t* const out =
-          row_pointer(p.output.dq, p.shape.sequences, item.sequence, item.view.q_first, row + 8 * half, item.head) +
+          row_pointer(p.output.dq, p.shape.sequences, item.sequence, item.view.q_first, row, item.head) +
           2 * (lane % 4);
       if (p.output.dq.aligned)
         store_row<true>(out, half);

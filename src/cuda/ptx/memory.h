@@ -1,5 +1,5 @@
-// Barriers, bulk copies, fences and register hand-over of Hopper. cuda::ptx has most of these; one small file of our own
-// keeps the handful that the kernels use in one place and one style.
+// Barriers, bulk copies, fences and register hand-over of Hopper. cuda::ptx has most of these; one small file of our
+// own keeps the handful that the kernels use in one place and one style.
 #pragma once
 
 #include <cstdint>
@@ -79,9 +79,6 @@ __device__ __forceinline__ void registers_lower() {
 // ---- named barriers of one warpgroup (128 threads) ----
 
 __device__ __forceinline__ void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
-// Two warpgroups that take turns: a barrier of 256 threads for each, which one waits for and the other passes.
-__device__ __forceinline__ void turn_wait(int id) { asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory"); }
-__device__ __forceinline__ void turn_pass(int id) { asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory"); }
 // True in all 128 threads if it is true in one.
 __device__ __forceinline__ bool group_any(int id, bool value) {
   uint32_t any;
@@ -102,6 +99,14 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
 __device__ __forceinline__ float2 load_shared2(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_shared4(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
   return x;
 }
 __device__ __forceinline__ int32_t load_shared_int(uint32_t address) {
@@ -134,11 +139,12 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* x) {
                : "r"(address)
                : "memory");
 }
-// An 8 x 8 matrix of 16-bit elements, transposed: lane 4 r + t holds columns 2 t, 2 t + 1 of row r.
-__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
-  uint32_t y;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
+// The same, each transposed: lane 4 c + t gets column c of rows 2 t and 2 t + 1.
+__device__ __forceinline__ void load_transposed(uint32_t address, uint32_t* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
 }
 
 }  // namespace dmattn::cuda::ptx

@@ -46,8 +46,9 @@ std::vector<HeadRange> even_ranges(int64_t heads, int64_t parts) {
   return ranges;
 }
 
-// Ranges of keys of at most `limit` tiles of a head, for chunks of `kv_heads`. A range's work items (128 keys of a head)
-// are about equally long, so where CTAs take one or two each, a few more than a multiple of them would cost a round.
+// Ranges of keys of at most `limit` tiles of a head, for chunks of `kv_heads`. A range's work items (128 keys of a
+// head) are about equally long, so where CTAs take one or two each, a few more than a multiple of them would cost a
+// round.
 std::vector<TileRange> key_ranges(const DsShape& shape, int64_t limit, int64_t kv_heads) {
   std::vector<TileRange> ranges;
   for (int64_t first = 0; first < shape.key_tiles; first = ranges.back().end) {

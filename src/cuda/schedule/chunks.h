@@ -44,9 +44,9 @@ struct ChunkPlan {
   bool splits_groups() const { return group.size() > 1; }
 };
 
-// The cut that keeps the CTAs busiest (predicted) of those within `cap`, which covers codes and scales; the FP32 sums that
-// a cut needs stay below it as well, where some cut's do. A query head against two key tiles is a chunk even where that is
-// above the cap; with variable lengths, whose groups are not cut, a group.
+// The cut that keeps the CTAs busiest (predicted) of those within `cap`, which covers codes and scales; the FP32 sums
+// that a cut needs stay below it as well, where some cut's do. A query head against two key tiles is a chunk even where
+// that is above the cap; with variable lengths, whose groups are not cut, a group.
 ChunkPlan plan_chunks(const DsShape& shape, size_t cap);
 
 // One chunk of everything: for a backward without dQ, which keeps no dS.

@@ -2,15 +2,16 @@
 //
 // An image of R rows x C bytes is C / 16 columns of R x 16 bytes:
 //     offset(row, byte) = (byte / 16) * (16 R) + 16 row + byte % 16.
-// Eight rows x 16 bytes are then 128 contiguous bytes, the "core matrix" of a wgmma descriptor without swizzle; matrices
-// that are neighbours along the contraction lie 16 R apart (leading offset), along the rows 128 (stride offset).
+// Eight rows x 16 bytes are then 128 contiguous bytes, the "core matrix" of a wgmma descriptor without swizzle;
+// matrices that are neighbours along the contraction lie 16 R apart (leading offset), along the rows 128 (stride
+// offset).
 //
 // Two kinds, both 64 D bytes:
 //   row image         64 rows (queries or keys) x D channels        contraction over channels: S, dP
 //   transposed image  D channels x 64 rows                          contraction over rows: O, dV, dK, dQ
 // A contraction over rows runs in an order that saves shuffles; within 16 rows, position p holds row
 //   sigma(p): 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15    where the other operand is an accumulator packed in registers
-//   rho(p):   0 8 1 9 2 10 ... 7 15                    where it is dS as its kernel turns it (dQ's K codes)
+//   rho(p):   0 8 1 9 2 10 ... 7 15                    where it is dS as ldmatrix turns it (dQ's K codes)
 // Every block of 128 rows is two images; indices of images are [head][block of 128 rows][half].
 #pragma once
 
@@ -37,16 +38,25 @@ DMATTN_CUDA_HD constexpr int sigma(int position) {
 }
 DMATTN_CUDA_HD constexpr int rho(int position) { return (position >> 1) + 8 * (position & 1); }
 
+// dS tiles: 64 queries x 64 keys as the key gradients' registers hold them, in rows of 16 bytes. Row (w, h, t, g) has
+// keys 16 w + g and 16 w + g + 8, bytes interleaved (two keys are a 16-bit element), of queries 16 k + 8 h + 2 t and
+// the next, for k = 0 ... 3. Rows g = 0 ... 7 are an 8 x 8 matrix, which ldmatrix transposes: eight queries with 16
+// keys in rho order. They lie so that eight neighbouring lanes store 128 contiguous bytes and that a matrix has one row
+// in each of the eight 16-byte columns of shared memory's banks.
+constexpr int kDsTileBytes = kImageRows * kImageRows;
+DMATTN_CUDA_HD constexpr int ds_tile_row(int w, int h, int t, int g) {
+  return 64 * w + 32 * h + 8 * (g >> 1) + 2 * (t ^ (g >> 1)) + (g & 1);
+}
+// The query in row g of matrix (h, t).
+DMATTN_CUDA_HD constexpr int ds_tile_query(int h, int t, int g) { return 16 * (g >> 1) + 8 * h + 2 * t + (g & 1); }
+
 #if defined(__CUDACC__)
-// wgmma descriptor of an image of `rows` rows (start at any row that is a multiple of 8), from a shared address / 16 that
-// the whole warp shares (uniform_address) and a constant byte offset: one addition in the uniform data path, where an
-// address in vector registers costs a move for every descriptor.
+// wgmma descriptor of an image of `rows` rows (start at any row that is a multiple of 8), from a shared address / 16
+// that the whole warp shares and a constant byte offset: one addition in the uniform data path, where
+// an address in vector registers costs a move for every descriptor.
 __device__ __forceinline__ uint64_t image_descriptor_at(uint32_t base16, int offset, int rows) {
   return (static_cast<uint64_t>(128 >> 4) << 32) |
          (base16 + (static_cast<uint32_t>(offset) >> 4) + (static_cast<uint32_t>(rows) << 16));
-}
-__device__ __forceinline__ uint32_t uniform_address(uint32_t shared) {
-  return __shfl_sync(0xffffffffu, (shared & 0x3ffffu) >> 4, 0);
 }
 // An image in shared memory as an operand: its k = 32 steps, each from some row on. Constants where the caller's are.
 struct ImageOperand {
