@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def run(toml: Path, out: Path, sets: list[str], *more: str, gpus: int = 1) -> No
     words += ["run", str(toml), "--out", str(out), "--device", torch.device(DEVICE).type, "--quiet", *more]
     for text in sets:
         words += ["--set", text]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=300)
+    here = environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}  # what this process finds, it finds
+    done = subprocess.run(words, env=here, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

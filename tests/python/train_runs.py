@@ -160,7 +160,7 @@ def command(*arguments: str | Path) -> tuple[int, Any]:
 
 
 def environment() -> dict[str, str]:
-    paths = (str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))
+    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
