@@ -2,15 +2,10 @@
 #pragma once
 
 #include "cuda/collective/key_codes.h"
+#include "cuda/ptx/global.h"
 
 namespace dmattn::cuda {
 
-// Sums are to stay in the L2 until the next interval's are added.
-__device__ __forceinline__ uint64_t keep_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ void store4(float* to, float4 x, uint64_t policy) {
   asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z),
                "f"(x.w), "l"(policy)
@@ -28,7 +23,7 @@ __device__ __forceinline__ void add4(float* to, float4 x, uint64_t policy) {
 // The thread's part of the CTA's private sums: float4 number i at partial + 512 i.
 template <class T, int N>
 __device__ __forceinline__ void flush_sum(const float (&sum)[T::kSlices][N], float factor, float* partial, bool first) {
-  const uint64_t policy = keep_policy();
+  const uint64_t policy = ptx::evict_last();  // they are to stay in the L2 until the next interval's are added
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
 #pragma unroll

@@ -16,6 +16,7 @@
 #include <cuda_bf16.h>
 
 #include "cuda/collective/key_plan.h"
+#include "cuda/ptx/global.h"
 #include "cuda/ptx/wgmma.h"
 
 namespace dmattn::cuda {
@@ -103,8 +104,7 @@ __device__ __forceinline__ void load_once(uint32_t shared, const void* global, u
 
 template <class T>
 __device__ __forceinline__ void dq_copies(const DqParams& p, uint32_t shared) {
-  uint64_t once;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  const uint64_t once = ptx::evict_first();
   DqRing<T::kStages> ring;
 #pragma unroll 1
   for (int32_t round = 0, number; (number = dq_number(round)) < p.items; ++round) {

@@ -52,8 +52,8 @@ DMATTN_CUDA_HD constexpr int ds_tile_query(int h, int t, int g) { return 16 * (g
 
 #if defined(__CUDACC__)
 // wgmma descriptor of an image of `rows` rows (start at any row that is a multiple of 8), from a shared address / 16
-// that the whole warp shares and a constant byte offset: one addition in the uniform data path, where
-// an address in vector registers costs a move for every descriptor.
+// that the whole warp shares and a constant byte offset: one addition in the uniform data path, where an address in
+// vector registers costs a move for every descriptor.
 __device__ __forceinline__ uint64_t image_descriptor_at(uint32_t base16, int offset, int rows) {
   return (static_cast<uint64_t>(128 >> 4) << 32) |
          (base16 + (static_cast<uint32_t>(offset) >> 4) + (static_cast<uint32_t>(rows) << 16));
