@@ -36,6 +36,17 @@ __device__ __forceinline__ void prepare_work(const KeyParams& p, uint32_t work) 
   }
 }
 
+// body(entry) for the items with something to do, in turn.
+template <class Body>
+__device__ __forceinline__ void each_work(uint32_t first, Body body) {
+#pragma unroll 1
+  for (uint32_t work = first; work != first + kMostItems * kWorkBytes; work += kWorkBytes) {
+    const int32_t k_block = ptx::load_shared_int(work);
+    if (k_block == -2) break;
+    if (k_block >= 0) body(work);
+  }
+}
+
 // One lane: the bulk copies of a stage, query tiles by their number in [Hq][2 QB]; -1 for none.
 template <class T>
 __device__ __forceinline__ void copy_stage(const KeyParams& p, int32_t next, int32_t tile, uint32_t stage,
@@ -86,12 +97,7 @@ __device__ __forceinline__ void key_copies(const KeyParams& p, uint32_t shared) 
   using Plan = KeyPlan<T>;
   StageRing<T::kStages> ring;
   uint32_t parity = 1;
-#pragma unroll 1
-  for (uint32_t work = shared + Plan::kWork; work != shared + Plan::kWork + kMostItems * kWorkBytes;
-       work += kWorkBytes) {
-    const int32_t k_block = ptx::load_shared_int(work);
-    if (k_block == -2) break;
-    if (k_block < 0) continue;
+  each_work(shared + Plan::kWork, [&](uint32_t work) {
     const int32_t first = ptx::load_shared_int(work + 12), end = ptx::load_shared_int(work + 16);
     const uint32_t due = ring.step + T::kStages;
     // Tiles of the item's heads, one after the other: a stage has a tile and the one before it.
@@ -110,7 +116,7 @@ __device__ __forceinline__ void key_copies(const KeyParams& p, uint32_t shared) 
     }
     if (static_cast<int32_t>(ring.step - due) <= 0) copy_keys<T>(p, ptx::load_shared_int(work), shared, parity);
     parity ^= 1;
-  }
+  });
 }
 
 // Warps 1, 2 and 3 take the blocks of 128 queries in turn: bias codes of all keys, the factors of their products, and
@@ -123,12 +129,8 @@ template <class T>
 __device__ __forceinline__ void key_blocks(const KeyParams& p, uint32_t shared, uint32_t warp) {
   using Plan = KeyPlan<T>;
   StageRing<kBlocks> ring;
-#pragma unroll 1
-  for (uint32_t work = shared + Plan::kWork; work != shared + Plan::kWork + kMostItems * kWorkBytes;
-       work += kWorkBytes) {
-    const int32_t k_block = ptx::load_shared_int(work);
-    if (k_block == -2) break;
-    if (k_block < 0 || ptx::load_shared_int(work + 12) >= ptx::load_shared_int(work + 16)) continue;
+  each_work(shared + Plan::kWork, [&](uint32_t work) {
+    if (ptx::load_shared_int(work + 12) >= ptx::load_shared_int(work + 16)) return;
 #pragma unroll 1
     for (int32_t head = 0; head < p.chunk.group_heads; ++head) {
 #pragma unroll 1
@@ -142,11 +144,13 @@ __device__ __forceinline__ void key_blocks(const KeyParams& p, uint32_t shared, 
         const auto enter = [&] {
           const uint32_t full = shared + Plan::block_full(ring.stage());
           ptx::barrier_wait_idle(shared + Plan::block_empty(ring.stage()), ring.parity() ^ 1);
-          if (lane != 0) return;
-          ptx::barrier_expect(full, (T::kDk ? 2 : 1) * kBlockRows * 4);
-          const int64_t rows = static_cast<int64_t>(q_block) * kBlockRows;
-          ptx::bulk_load(slot + Plan::kShift, p.gradients.shift + rows, kBlockRows * 4, full);
-          if constexpr (T::kDk) ptx::bulk_load(slot + Plan::kDelta, p.gradients.delta + rows, kBlockRows * 4, full);
+          if (lane == 0) {
+            ptx::barrier_expect(full, (T::kDk ? 2 : 1) * kBlockRows * 4);
+            const int64_t rows = static_cast<int64_t>(q_block) * kBlockRows;
+            ptx::bulk_load(slot + Plan::kShift, p.gradients.shift + rows, kBlockRows * 4, full);
+            if constexpr (T::kDk) ptx::bulk_load(slot + Plan::kDelta, p.gradients.delta + rows, kBlockRows * 4, full);
+          }
+          __syncwarp();
         };
         if (p.shape.mean_blocks_max > 0) {
           // Cut off where a sequence is longer than the caller said.
@@ -158,8 +162,7 @@ __device__ __forceinline__ void key_blocks(const KeyParams& p, uint32_t shared, 
           float dot[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) dot[i] = dots[32 * i];
-          enter();
-          __syncwarp();
+          enter();  // behind the loads
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const uint32_t codes = slot + i * kImageRows * kBiasBytes + 16 * lane;
@@ -168,7 +171,6 @@ __device__ __forceinline__ void key_blocks(const KeyParams& p, uint32_t shared, 
           }
         } else {
           enter();
-          __syncwarp();
         }
         if (lane < 2)
           write_factors<T>(p, q_block, 2 * ptx::load_shared_int(work) + static_cast<int32_t>(lane), q_scale,
@@ -178,7 +180,7 @@ __device__ __forceinline__ void key_blocks(const KeyParams& p, uint32_t shared, 
         if (lane == 0) ptx::barrier_arrive(shared + Plan::block_full(ring.stage()));
       }
     }
-  }
+  });
 }
 
 template <class T>
