@@ -1,6 +1,7 @@
-// E4M3 pair conversions and exp2 of the special-function unit.
+// Conversions of several numbers in one register, and exp2 of the special-function unit.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -30,9 +31,8 @@ __device__ __forceinline__ void e4m3_unpack(uint32_t codes, float (&x)[4]) {
 
 // BF16 of a (low half) and b: round to nearest even.
 __device__ __forceinline__ uint32_t bf16_pack(float a, float b) {
-  uint32_t both;
-  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(both) : "f"(a), "f"(b));
-  return both;
+  const __nv_bfloat162 both = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const uint32_t*>(&both);
 }
 
 // 2^x within 2 ulp; 0 below -126 and at -infinity. Agrees with numerics::exp2_polynomial within the grade "bounded".
