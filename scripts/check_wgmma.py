@@ -28,9 +28,8 @@ _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 _PRODUCT = re.compile(r"[QHI]GMMA\.64x(\d+)x\d+\S* R(\d+), (?:R(\d+), )?")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _TARGET = re.compile(r"\bBRA\S*\s.*?(0x[0-9a-f]+)\s*$")
-#: Without a destination in a register, or with one that is not the first operand's.
-_NO_RESULT = ("ST", "RED", "BAR", "BRA", "SYNCS.ARRIVE", "MEMBAR", "ERRBAR", "FENCE", "UTMA", "UBLKCP", "WARPGROUP")
-_WIDE = (".64", ".WIDE", "DADD", "DMUL", "DFMA", ".F64")
+#: Their first operand is a register that they read. Stores have an address there.
+_NO_RESULT = ("BAR", "WARPSYNC", "NANOSLEEP")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +41,13 @@ class Instruction:
     def plain(self) -> str:
         return _PREDICATE.sub("", self.text)
 
-    def writes(self) -> range:
-        """Registers of its result."""
+    def result(self) -> int | None:
+        """The first register of its result. Two or four are aligned, and so are a product's: the first tells."""
         name, _, operands = self.plain.partition(" ")
         found = re.match(r"(?:U?P\w+, )?R(\d+)\b", operands.strip())
         if not found or name.startswith(_NO_RESULT) or _PRODUCT.match(self.plain):
-            return range(0)
-        first = int(found[1])
-        if ".128" in name or (name.startswith("LDSM") and name.endswith(".4")):
-            return range(first, first + 4)
-        if (name.startswith("LDSM") and name.endswith(".2")) or any(part in name for part in _WIDE) or name == "CS2R":
-            return range(first, first + 2)
-        return range(first, first + 1)
+            return None
+        return int(found[1])
 
 
 def disassembled(path: Path) -> Iterator[tuple[str, list[Instruction]]]:
@@ -82,24 +76,38 @@ def disassembled(path: Path) -> Iterator[tuple[str, list[Instruction]]]:
         yield name, kernel
 
 
-def followers(kernel: list[Instruction], at: int, index: dict[int, int]) -> list[int]:
-    text = kernel[at].text
-    if kernel[at].plain.startswith(("EXIT", "RET", "BRX")):
-        return [] if text == kernel[at].plain else [at + 1]
-    target = _TARGET.search(text)
-    if target is None:
-        return [at + 1]
-    jump = index.get(int(target[1], 16))
-    always = re.match(r"BRA\S* 0x", text) is not None
-    return [n for n in ([jump] if always else [at + 1, jump]) if n is not None]
+def followers(kernel: list[Instruction]) -> list[list[int]]:
+    """Where each instruction's successors are. ValueError if a branch leads nowhere."""
+    index = {instruction.address: n for n, instruction in enumerate(kernel)}
+    found = []
+    for at, instruction in enumerate(kernel):
+        always = instruction.text == instruction.plain
+        after = [at + 1] if at + 1 < len(kernel) else []
+        if instruction.plain.startswith(("EXIT", "RET", "BRX")):
+            found.append([] if always else after)
+            continue
+        if not instruction.plain.startswith("BRA"):
+            found.append(after)
+            continue
+        target = _TARGET.search(instruction.text)
+        if target is None or int(target[1], 16) not in index:
+            raise ValueError(f"{instruction.address:#x} {instruction.text}: expected a target in the kernel")
+        # With a register in front of the target it is taken where that says so.
+        always = always and re.match(r"BRA\S* 0x", instruction.text) is not None
+        found.append([*([] if always else after), index[int(target[1], 16)]])
+    return found
 
 
 def early_writes(kernel: list[Instruction]) -> list[tuple[Instruction, Instruction]]:
     """(product, instruction that writes one of its registers before a wait has landed it)."""
-    index = {instruction.address: n for n, instruction in enumerate(kernel)}
+    products = [_PRODUCT.match(i.plain) for i in kernel]
+    if not any(products):
+        return []
+    successors, results = followers(kernel), [i.result() for i in kernel]
+    waits = [int(found[1], 16) if (found := _WAIT.search(i.text)) else None for i in kernel]
+    closes = [product is not None and "gsb0" in i.text for product, i in zip(products, kernel, strict=True)]
     found = []
-    for start, instruction in enumerate(kernel):
-        product = _PRODUCT.match(instruction.plain)
+    for start, product in enumerate(products):
         if product is None:
             continue
         sums, left = int(product[2]), product[3]
@@ -109,20 +117,18 @@ def early_writes(kernel: list[Instruction]) -> list[tuple[Instruction, Instructi
         # A state is a place and how many groups were closed on the way: the product's own first, if it is not its last.
         todo, seen = [(start, 0)], set()
         while todo:
-            at, closed = todo.pop()
-            if (at, closed) in seen or at >= len(kernel):
+            at, closed = state = todo.pop()
+            if state in seen:
                 continue
-            seen.add((at, closed))
-            here = kernel[at]
-            wait = _WAIT.search(here.text)
-            if wait and (int(wait[1], 16) == 0 or closed > int(wait[1], 16)):
+            seen.add(state)
+            wait = waits[at]
+            if wait is not None and closed > wait:
                 continue
-            if at != start and registers & set(here.writes()):
-                found.append((instruction, here))
+            if results[at] in registers:
+                found.append((kernel[start], kernel[at]))
                 continue
-            if "GMMA" in here.text and "gsb0" in here.text:
-                closed = min(closed + 1, 8)
-            todo += [(n, closed) for n in followers(kernel, at, index)]
+            closed = min(closed + closes[at], 8)
+            todo += [(n, closed) for n in successors[at]]
     return found
 
 
@@ -141,7 +147,10 @@ def main() -> int:
     for name, kernel in disassembled(path):
         kernels += 1
         products += sum(_PRODUCT.match(i.plain) is not None for i in kernel)
-        early = early_writes(kernel)
+        try:
+            early = early_writes(kernel)
+        except ValueError as error:
+            return _fail(f"{path}: {name}: {error}")
         faults += len(early)
         for product, writer in early[:4]:
             print(

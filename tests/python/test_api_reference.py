@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-
 import pytest
 
 import delta_matching
-from conftest import ROOT
+from conftest import ROOT, script_module
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("api_reference", ROOT / "scripts" / "api_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    yield spec.loader.exec_module(module) or module
-    del sys.modules[spec.name]
+    with script_module("api_reference") as module:
+        yield module
 
 
 def test_the_page_is_current(script):
