@@ -1,4 +1,5 @@
-// The CUDA backend's host-side plans: where dS tiles lie, how the backward is cut, what the workspace holds.
+// The CUDA backend's host-side plans: where dS tiles lie and their rows, how the backward is cut, what the workspace
+// holds.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include "cuda/schedule/chunks.h"
 #include "cuda/schedule/ds_tiles.h"
 #include "cuda/schedule/workspace.h"
+#include "cuda/tile/image.h"
 
 namespace dmattn::cuda {
 namespace {
@@ -29,6 +31,39 @@ int64_t seen_by_hand(int64_t query_tile, int64_t q_rows, int64_t k_rows, bool ca
     seen = std::max(seen, tiles_of(keys));
   }
   return seen;
+}
+
+// Lane 4 g + t of warp w stores rows (w, 0, t, g) and (w, 1, t, g); a matrix is the rows of one t.
+TEST(DsTile, HasEachRowOnceAndNoConflicts) {
+  std::set<int> rows;
+  for (int w = 0; w < 4; ++w)
+    for (int h = 0; h < 2; ++h) {
+      for (int lane = 0; lane < 32; ++lane) {
+        const int row = ds_tile_row(w, h, lane % 4, lane / 4);
+        EXPECT_EQ(row / 8, ds_tile_row(w, h, 0, lane / 8 * 2) / 8) << "eight lanes, one line of 128 bytes: " << lane;
+        rows.insert(row);
+      }
+      for (int t = 0; t < 4; ++t) {
+        std::set<int> columns;
+        for (int g = 0; g < 8; ++g) columns.insert(ds_tile_row(w, h, t, g) % 8);
+        EXPECT_EQ(columns.size(), 8u) << "rows of a matrix share banks: " << t;
+      }
+    }
+  EXPECT_EQ(rows.size(), 256u);
+  EXPECT_EQ(*rows.rbegin(), kDsTileBytes / 16 - 1);
+}
+
+// Element c of a row is of query 16 (c / 2) + 8 h + 2 t + c % 2, and transposed it is row c of the matrix.
+TEST(DsTile, QueriesAreThoseOfTheTransposedElements) {
+  std::set<int> queries;
+  for (int h = 0; h < 2; ++h)
+    for (int t = 0; t < 4; ++t)
+      for (int k = 0; k < 4; ++k)
+        for (int next = 0; next < 2; ++next) {
+          EXPECT_EQ(ds_tile_query(h, t, 2 * k + next), 16 * k + 8 * h + 2 * t + next);
+          queries.insert(ds_tile_query(h, t, 2 * k + next));
+        }
+  EXPECT_EQ(queries.size(), static_cast<size_t>(kImageRows));
 }
 
 TEST(CudaSchedule, VisibleTilesAgreeWithEveryRow) {

@@ -13,8 +13,10 @@ from gpu_calls import MODES, Case, Inputs, gaussian, run, square
 from gpu_compare import LIMIT, compare, compare_errors, distance, exact, mismatches
 
 from oracle import inputs as corners
+from oracle.quantise import FLUSH_ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
+LONGER = FLUSH_ROWS + 76  # queries: into a second interval, whose last tile is not whole
 
 
 # --- Families of amplitudes ------------------------------------------------------------------------------------------
@@ -42,7 +44,7 @@ def _k_mean(x: Inputs) -> None:
 
 
 def _zeros(x: Inputs) -> None:
-    x.q[:, :128], x.k[:, 64:192], x.v[:, :64], x.d_o[:, 1024:] = 0, 0, 0, 0
+    x.q[:, :128], x.k[:, 64:192], x.v[:, :64], x.d_o[:, FLUSH_ROWS:] = 0, 0, 0, 0
 
 
 def _one_row(x: Inputs) -> None:
@@ -67,8 +69,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_family(judge, mode, family, head_dim):
-    # Zero blocks: a scale of its own for the gradients after row 1,024.
-    case = square(mode, head_dim, 1100 if family == "zero blocks" else 650, (2, 1), causal=head_dim != 256)
+    case = square(mode, head_dim, LONGER if family == "zero blocks" else 650, (2, 1), causal=head_dim != 256)
     x = gaussian(case)
     FAMILIES[family](x)
     gpu, twin = run(case, x), run(case, x, "cpu")
@@ -81,11 +82,11 @@ CORNERS = [
     (kind, *shape)
     for kind in corners.CHANGES
     for shape in {
-        "turning": [(1100, 1100, 64, True), (3200, 90, 128, False)],
-        "turning far": [(1112, 100, 64, False)],
+        "turning": [(LONGER, LONGER, 64, True), (3 * FLUSH_ROWS + 128, 90, 128, False)],
+        "turning far": [(FLUSH_ROWS + 88, 100, 64, False)],
         "bias just fits": [(120, 150, 64, True)],
         "bias just does not": [(120, 150, 64, True)],
-        "gaussian": [(1072, 100, 64, True), (90, 40, 128, True)],
+        "gaussian": [(FLUSH_ROWS + 48, 100, 64, True), (90, 40, 128, True)],
     }.get(kind, [(200, 150, 64, False), (150, 200, 128, True)])
 ]
 #: Scores are nearly all bias, of which the kernels keep 20 bits (docs/numerics.md, section 7): a score is off by the
@@ -150,13 +151,13 @@ def _heads_and_batch(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.movedim(-2, 0)
 
 
-@pytest.mark.parametrize("row", [100, 1040])
+@pytest.mark.parametrize("row", [100, FLUSH_ROWS + 16])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("operand", ["q", "k", "v", "d_o"])
 @pytest.mark.parametrize("mode", MODES)
 def test_nan_reaches_what_the_twin_says(judge, mode, operand, value, row):
     """The same rows are NaN as in the twin, and the rest agrees."""
-    case = square(mode, 64, 1100, (1, 1))
+    case = square(mode, 64, LONGER, (1, 1))
     x = gaussian(case)
     getattr(x, operand)[0, row, 0, 3] = value
     compare(judge, case, x, run(case, x), run(case, x, "cpu"))
