@@ -40,6 +40,7 @@ def _work(rank: int, world: int, backend: str, store: str, pipe: multiprocessing
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
+    os._exit(0)  # as train/__main__.py, and for its reason
 
 
 def here() -> torch.device:

@@ -199,6 +199,25 @@ def test_torchrun(toml: Path, tmp_path: Path, ranks: Ranks) -> None:
     assert last_state(tmp_path / "a").meta["step"] == 6
 
 
+# The command's end, told by what Python calls when it is taken down.
+ENDS = """
+import atexit, runpy, sys
+atexit.register(print, "taken down")
+runpy.run_module("train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_of_several_is_not_taken_down(tmp_path: Path, count: int) -> None:
+    """Gloo's threads may hold tensors to the end, and Python aborts a thread that lets go of one in its own end."""
+    call = [sys.executable, "-c", ENDS, "run", str(tmp_path / "none.toml"), "--out", str(tmp_path / "a")]
+    where = {**environment(), "WORLD_SIZE": str(count)}
+    ended = subprocess.run(call, env=where, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2
+    one_line(ended.stderr, "none.toml")
+    assert ended.stdout == ("taken down\n" if count == 1 else "")
+
+
 @pytest.mark.parametrize("count", ["many", "", "-2"])
 def test_a_world_that_is_none(toml: Path, tmp_path: Path, monkeypatch: Any, capsys: Any, count: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", count)
