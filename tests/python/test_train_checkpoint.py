@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,23 @@ def test_what_a_kill_leaves_is_put_right(tmp_path):
     assert checkpoint.load(checkpoint.latest(tmp_path).path).model["w"][0] == 1
     checkpoint.save(tmp_path, 20, small(2))
     assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-00000020"]
+
+
+def test_a_deletion_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    for step in (10, 20):
+        checkpoint.save(tmp_path, step, small(1))
+    own = shutil.rmtree
+
+    def interrupted(path, **options):
+        monkeypatch.setattr(shutil, "rmtree", own)
+        assert Path(path).name == ".deleting-step-00000010"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 30, small(2))
+    assert sorted(os.listdir(tmp_path)) == ["step-00000020", "step-00000030"]
+    assert checkpoint.load(tmp_path / "step-00000030").model["w"][0] == 2
 
 
 def test_found(tmp_path):

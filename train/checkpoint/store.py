@@ -238,8 +238,12 @@ def _delete_old(folder: Path, step: int, keep: int) -> None:
 def _delete(path: Path) -> None:
     # Hidden first: killed halfway, it would else look like a damaged checkpoint.
     hidden = path.with_name(f".deleting-{path.name.removeprefix('.replaced-')}")
-    path.rename(hidden)
-    shutil.rmtree(hidden)
+    try:
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    except BaseException:  # Ctrl-C as well: nothing is left halfway
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
