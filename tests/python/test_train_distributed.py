@@ -199,10 +199,11 @@ def test_torchrun(toml: Path, tmp_path: Path, ranks: Ranks) -> None:
     assert last_state(tmp_path / "a").meta["step"] == 6
 
 
-# The command's end, told by what Python calls when it is taken down.
+# The command's end, told by what Python calls when it is taken down; what was said before waits in a buffer.
 ENDS = """
 import atexit, runpy, sys
 atexit.register(print, "taken down")
+print("said")
 runpy.run_module("train", run_name="__main__", alter_sys=True)
 """
 
@@ -211,11 +212,11 @@ runpy.run_module("train", run_name="__main__", alter_sys=True)
 def test_one_of_several_is_not_taken_down(tmp_path: Path, count: int) -> None:
     """Gloo's threads may hold tensors to the end, and Python aborts a thread that lets go of one in its own end."""
     call = [sys.executable, "-c", ENDS, "run", str(tmp_path / "none.toml"), "--out", str(tmp_path / "a")]
-    where = {**environment(), "WORLD_SIZE": str(count)}
+    where = {**environment(), "WORLD_SIZE": str(count), "PYTHONUNBUFFERED": ""}
     ended = subprocess.run(call, env=where, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     one_line(ended.stderr, "none.toml")
-    assert ended.stdout == ("taken down\n" if count == 1 else "")
+    assert ended.stdout == ("said\ntaken down\n" if count == 1 else "said\n")
 
 
 @pytest.mark.parametrize("count", ["many", "", "-2"])
