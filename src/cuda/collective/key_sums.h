@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/collective/key_codes.h"
+#include "cuda/collective/row_stores.h"
 #include "cuda/ptx/global.h"
 
 namespace dmattn::cuda {
@@ -38,36 +39,11 @@ __device__ __forceinline__ void flush_sum(const float (&sum)[T::kSlices][N], flo
     }
 }
 
-// A quad's words, turned: lane t of four gets word t of each.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int lane) {
-#pragma unroll
-  for (int far = 1; far <= 2; far *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & far) continue;
-      const bool upper = (lane & far) != 0;
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + far], far);
-      (upper ? x[i] : x[i + far]) = other;
-    }
-}
-
 // Rows `row` and row + 8 of the output (null: not there), BF16: (earlier intervals + sum factor) scale. kWide: both
 // rows start at a multiple of 16 bytes.
 template <class T, bool kWide, int N>
 __device__ __forceinline__ void write_sum(const float (&sum)[T::kSlices][N], float factor, const float* partial,
                                           bool first, float scale, uint16_t* row, uint16_t* row8, int lane) {
-  const auto store = [&](uint16_t* to, uint32_t(&x)[4]) {  // 8 t + 2 l, ... of four products of 8 columns
-    if constexpr (kWide) {
-      transpose_quad(x, lane);
-      if (to) *reinterpret_cast<uint4*>(to + 8 * (lane % 4)) = {x[0], x[1], x[2], x[3]};
-    } else if (to) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        to[8 * j + 2 * (lane % 4)] = static_cast<uint16_t>(x[j]);
-        to[8 * j + 2 * (lane % 4) + 1] = static_cast<uint16_t>(x[j] >> 16);
-      }
-    }
-  };
   constexpr int kBatch = N < 64 ? N : 64, kTogether = 16;  // values whose loads are in flight; that are stored together
 #pragma unroll
   for (int slice = 0; slice < T::kSlices; ++slice)
@@ -90,8 +66,8 @@ __device__ __forceinline__ void write_sum(const float (&sum)[T::kSlices][N], flo
           high[i] = ptx::bf16_pack((y.z + x[2] * factor) * scale, (y.w + x[3] * factor) * scale);
         }
         const int channel = slice * T::kSlice + 2 * (base + part);
-        store(row ? row + channel : nullptr, low);
-        store(row8 ? row8 + channel : nullptr, high);
+        store_words<kWide>(row ? row + channel : nullptr, low, lane);
+        store_words<kWide>(row8 ? row8 + channel : nullptr, high, lane);
       }
     }
 }

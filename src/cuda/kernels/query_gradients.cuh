@@ -13,9 +13,9 @@
 // full[stage] (copies and factors), empty[stage] (8 consumer warps).
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include "cuda/collective/key_plan.h"
+#include "cuda/collective/row_stores.h"
+#include "cuda/ptx/convert.h"
 #include "cuda/ptx/global.h"
 #include "cuda/ptx/wgmma.h"
 
@@ -238,21 +238,20 @@ struct DqConsumer {
     }
   }
 
-  template <bool kAligned>
-  __device__ __forceinline__ void store_row(uint16_t* out, int half) const {
+  // `row`: the row's first channel, null where there is no such row.
+  template <bool kWide>
+  __device__ __forceinline__ void store_row(uint16_t* row, int half) const {
     float scale = p.shape.softmax_scale;
     asm volatile("" : "+f"(scale));  // products stay on this side of the branches around them
 #pragma unroll
-    for (int i = 0; i < T::D / 2; i += 4) {
-      const float* const x = &sum[i + 2 * half];
-      uint16_t* const to = out + 2 * i;
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0] * scale, x[1] * scale);
-      if constexpr (kAligned) {
-        *reinterpret_cast<__nv_bfloat162*>(to) = pair;
-      } else {
-        to[0] = __bfloat16_as_ushort(pair.x);
-        to[1] = __bfloat16_as_ushort(pair.y);
+    for (int i = 0; i < T::D / 2; i += 16) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* const x = &sum[i + 4 * j + 2 * half];
+        words[j] = ptx::bf16_pack(x[0] * scale, x[1] * scale);
       }
+      store_words<kWide>(row ? row + 2 * i : nullptr, words, lane);
     }
   }
 
@@ -267,15 +266,16 @@ struct DqConsumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = item.block * kBlockRows + group * kImageRows + ds_tile_query(half, warp, lane / 4);
-      if (row >= item.view.q_rows) continue;
       uint16_t* const out =
-          row_pointer(p.output.dq, p.shape.sequences, item.sequence, item.view.q_first, row, item.head) +
-          2 * (lane % 4);
+          row < item.view.q_rows
+              ? row_pointer(p.output.dq, p.shape.sequences, item.sequence, item.view.q_first, row, item.head)
+              : nullptr;
       if (p.output.dq.aligned)
         store_row<true>(out, half);
       else
         store_row<false>(out, half);
     }
+    __syncwarp();  // products want whole warps
     __syncwarp();  // products want whole warps
   }
 
