@@ -120,7 +120,8 @@ typedef struct dmattn_tensor {
  * back to about consistent's accuracy. */
 typedef struct dmattn_saved {
   float *reference;    /* row vector: M, the row's reference exponent (log2 units, an integer in hopper) */
-  float *sum;          /* two row vectors, one after the other: sums of 2^(x - M) of unrounded, then of rounded P */
+  float *sum;          /* two row vectors, one after the other: sums of 2^(x - M) of unrounded, then of rounded P. onepass
+                          reads the second alone: its forward in hopper numerics without lse leaves NaN in the first */
   dmattn_tensor o_low; /* onepass: BF16 of O - bf16(O), laid out like o; else data = NULL */
 } dmattn_saved;
 

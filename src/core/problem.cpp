@@ -129,6 +129,10 @@ void check_combination(const Problem& p) {
 
 }  // namespace
 
+bool needs_unrounded_sum(const Problem& problem, const dmattn_forward_args& args) {
+  return args.lse != nullptr || problem.mode != Mode::onepass || problem.numerics != Numerics::hopper;
+}
+
 void check_struct_size(size_t got, size_t expected, const std::string& name) {
   if (got != expected)
     throw InvalidValue(

@@ -48,6 +48,9 @@ enum class Access { input, output };
 void check_tensor(const Problem& problem, const dmattn_tensor& tensor, bool is_query, const std::string& name,
                   Access access);
 void check_pointer(const void* pointer, const std::string& name);
+// Whether the forward sums P before it is rounded as well: lse wants that, and every backward but that of onepass in
+// hopper numerics. Where it does not, the first vector of saved.sum is NaN.
+bool needs_unrounded_sum(const Problem& problem, const dmattn_forward_args& args);
 void check_struct_size(size_t got, size_t expected, const std::string& name);
 
 }  // namespace dmattn

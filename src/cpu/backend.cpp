@@ -9,6 +9,7 @@
 #include "cpu/tensors.h"
 #include "cpu/tiles.h"
 #include "numerics/fp8.h"
+#include "numerics/hd.h"
 
 namespace dmattn::cpu {
 namespace {
@@ -130,7 +131,11 @@ void forward(const Problem& problem, const dmattn_forward_args& args) {
       if (args.lse) std::copy(state.lse.begin(), state.lse.end(), args.lse + first);
       if (args.saved.reference) std::copy(state.reference.begin(), state.reference.end(), args.saved.reference + first);
       if (args.saved.sum) {
-        std::copy(state.sum.begin(), state.sum.end(), args.saved.sum + first);
+        float* const unrounded = args.saved.sum + first;
+        if (needs_unrounded_sum(problem, args))
+          std::copy(state.sum.begin(), state.sum.end(), unrounded);
+        else
+          std::fill_n(unrounded, state.sum.size(), numerics::quiet_nan());
         std::copy(state.sum_rounded.begin(), state.sum_rounded.end(),
                   args.saved.sum + problem.row_vector_length() + first);
       }

@@ -47,6 +47,7 @@ struct ForwardOutput {
   TensorView o, o_low;           // o_low.data null: not wanted
   float *lse, *reference, *sum;  // row vectors, each may be null; sum: two of them (unrounded, then rounded)
   int64_t row_vector_length;
+  bool unrounded;  // false: the unrounded sum, which lse needs, is left out and stored as NaN
 };
 
 // Made from dO, O, q and the saved statistics for the backward. Blocks of 1,024 rows share a scale, stored for each of

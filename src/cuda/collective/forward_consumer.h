@@ -6,12 +6,18 @@
 
 namespace dmattn::cuda {
 
+// kUnrounded: the sum of P before it is rounded is wanted as well, by lse and by every backward but onepass's.
+template <int kHeadDim, bool kUnroundedSum>
+struct ForwardTraits : QueryTraits<kHeadDim, 1> {
+  static constexpr bool kUnrounded = kUnroundedSum;
+};
+
 // A thread's share of its two rows. Sums are of its own columns until the epilogue adds the four lanes of a row.
 template <int kDim>
 struct ForwardRows {
   float o[kDim / 2];         // accumulator layout, slices of 64 channels
   float reference[2];        // M
-  float sum[2], rounded[2];  // l, l^ in units of 2^-8
+  float sum[2], rounded[2];  // l (0 where it is not wanted), l^ in units of 2^-8
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -78,8 +84,8 @@ __device__ __forceinline__ void raise_references(const float (&b)[2], const floa
   for (int r = 0; r < 2; ++r) power[r] = kMasked && !mask.live[r] ? 0.0f : ptx::exp2_approx(b[r] - rows.reference[r]);
 }
 
-// Codes of P as the A fragments of two k = 32 steps over keys in sigma order; and the sums of the unrounded p.
-template <bool kMasked>
+// Codes of P as the A fragments of two k = 32 steps over keys in sigma order; where kUnrounded the sums of the unrounded p.
+template <bool kMasked, bool kUnrounded>
 __device__ __forceinline__ void probabilities(const float (&s)[32], float factor, const TileMask& mask,
                                               const float (&b)[2], uint32_t (&codes)[8], float (&total)[2]) {
 #pragma unroll
@@ -95,8 +101,10 @@ __device__ __forceinline__ void probabilities(const float (&s)[32], float factor
         if (kMasked && 8 * j + i % 2 >= mask.edge[r]) p[i] = 0.0f;
       }
       codes[2 * k + r] = ptx::e4m3_pack(p[0], p[1], p[2], p[3]);
-      const float sum = (p[0] + p[1]) + (p[2] + p[3]);
-      total[r] = k == 0 ? sum : total[r] + sum;
+      if constexpr (kUnrounded) {
+        const float sum = (p[0] + p[1]) + (p[2] + p[3]);
+        total[r] = k == 0 ? sum : total[r] + sum;
+      }
     }
 }
 
@@ -111,14 +119,14 @@ __device__ __forceinline__ void issue_values(float (&t)[kSlice / 2], const uint3
 
 // One tile: P from s, then O += 2^(b - M) v_scale T. What can be done while T runs is: sums, a new M with everything in
 // its units, and `meanwhile`. Products in flight have landed when this returns.
-template <bool kMasked, int kDim, class Meanwhile>
+template <class T, bool kMasked, class Meanwhile>
 __device__ __forceinline__ void attend(const float (&s)[32], StageScalars scalars, uint64_t values,
-                                       const TileMask& mask, ForwardRows<kDim>& rows, Meanwhile meanwhile) {
-  constexpr int kSlice = kDim == 128 ? 128 : 64, kSlices = kDim / kSlice;
+                                       const TileMask& mask, ForwardRows<T::kDim>& rows, Meanwhile meanwhile) {
+  constexpr int kDim = T::kDim, kSlice = kDim == 128 ? 128 : 64, kSlices = kDim / kSlice;
   float b[2], power[2], total[2], factor[2];
   uint32_t codes[8];
   group_references<kMasked>(s, scalars.score, mask, b);
-  probabilities<kMasked>(s, scalars.score, mask, b, codes, total);
+  probabilities<kMasked, T::kUnrounded>(s, scalars.score, mask, b, codes, total);
   float t[kSlice / 2];
   issue_values<kDim, kSlice>(t, codes, values);
   meanwhile();
@@ -131,7 +139,7 @@ __device__ __forceinline__ void attend(const float (&s)[32], StageScalars scalar
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     factor[r] = scalars.value * power[r];
-    rows.sum[r] = numerics::fused(total[r], power[r], rows.sum[r]);
+    if constexpr (T::kUnrounded) rows.sum[r] = numerics::fused(total[r], power[r], rows.sum[r]);
     rows.rounded[r] = numerics::fused(rounded[r], power[r], rows.rounded[r]);
   }
 #pragma unroll
@@ -167,7 +175,7 @@ __device__ __forceinline__ void forward_tiles(const Shape& shape, int32_t index,
     ptx::mma_commit();
   };
   const auto process = [&]<bool kMasked>(const float(&s)[32], const TileMask& mask, auto meanwhile) {
-    attend<kMasked>(s, load_scalars<T>(shared, ring.stage()),
+    attend<T, kMasked>(s, load_scalars<T>(shared, ring.stage()),
                     stage_descriptor<T>(shared, ring.stage()) + image_at(kValuesInStage<T>, T::kDim), mask, rows,
                     meanwhile);
     thread.release(shared + Plan::empty(ring.stage()));

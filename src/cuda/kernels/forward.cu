@@ -4,7 +4,7 @@
 //     S = Q K^T + bias step (codes, tensor core)       f = (q_scale k_scale) (softmax_scale log2 e)
 //     b = ceil(max S f) per row                        p = 2^(S f + 8 - b), code = E4M3(p)
 //     M' = max(M, b)                                   O = O 2^(M - M') + (v_scale 2^(b - M')) T, T = code V from zero
-//     l, l^: sums of p and of codes, rescaled like O
+//     l, l^: sums of p (where asked for: onepass without lse needs none) and of codes, rescaled like O
 // and at the end O / l^, lse = M ln 2 + ln(l / 2^8) + softmax_scale <q, K mean>.
 //
 //              keys, 64 a stage ->                       384 threads, one CTA per multiprocessor:
@@ -53,7 +53,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, uint32_t shared,
       thread.release(shared + Plan::block_empty(block_ring.stage()));
       block_ring.advance();
     }
-    store_rows<T::kDim>(p.shape, p.output, p.mean_dot, query_item(p.shape, fresh(index)), thread.anew(), rows);
+    store_rows<T>(p.shape, p.output, p.mean_dot, query_item(p.shape, fresh(index)), thread.anew(), rows);
   }
 }
 
@@ -86,9 +86,12 @@ cudaError_t launch_forward(const Launch& launch, const Shape& shape, const KeyCo
       queries.mean_dot,
       static_cast<int32_t>(items)};
   return with_head_dim(launch.head_dim, [&](auto dim) {
-    using T = QueryTraits<decltype(dim)::value, 1>;
-    return start_kernel<forward_kernel<T>, T::kThreads, QueryPlan<T>::kBytes>(
-        launch, query_item_grid(params.items, launch.multiprocessors), params);
+    const auto start = [&]<class T>(T) {
+      return start_kernel<forward_kernel<T>, T::kThreads, QueryPlan<T>::kBytes>(
+          launch, query_item_grid(params.items, launch.multiprocessors), params);
+    };
+    constexpr int kDim = decltype(dim)::value;
+    return output.unrounded ? start(ForwardTraits<kDim, true>()) : start(ForwardTraits<kDim, false>());
   });
 }
 

@@ -21,6 +21,7 @@ void forward(const Problem& problem, const dmattn_forward_args& args) {
   output.reference = args.saved.reference;
   output.sum = args.saved.sum;
   output.row_vector_length = problem.row_vector_length();
+  output.unrounded = needs_unrounded_sum(problem, args);
   check_device_pointer(problem, args.lse, "lse");
   check_device_pointer(problem, args.saved.reference, "saved.reference");
   check_device_pointer(problem, args.saved.sum, "saved.sum");
