@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/schedule/divide.h"
 #include "cuda/schedule/sequences.h"
 
 namespace dmattn::cuda {
@@ -19,6 +20,7 @@ struct Shape {
   float softmax_scale;
   float score_scale;        // softmax_scale * log2 e, rounded once
   int32_t mean_blocks_max;  // Q mean blocks of one sequence (at most 64); 0 where Q is not centred
+  Divisor by_row_heads, by_q_heads, by_group;  // batch q_heads; q_heads; query heads of a KV head
 };
 
 // Made from k and v (and their means) for both phases. An image pointer that a phase does not need is null.

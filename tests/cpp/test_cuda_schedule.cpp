@@ -11,6 +11,7 @@
 
 #include "core/error.h"
 #include "cuda/schedule/chunks.h"
+#include "cuda/schedule/divide.h"
 #include "cuda/schedule/ds_tiles.h"
 #include "cuda/schedule/workspace.h"
 #include "cuda/tile/image.h"
@@ -337,6 +338,25 @@ TEST(CudaSchedule, SumsStayBelowTheCapWhereSomeCutsDo) {
     if (plan.splits_groups()) sums += 2 * plan.most_kv_heads() * shape.batch * plan.most_blocks() * block_bytes;
     EXPECT_LE(sums, int64_t{1} << 30) << length;
   }
+}
+
+TEST(CudaSchedule, DivisorsDivideExactly) {
+  const auto expect = [](int64_t value, int64_t x) {
+    if (x < 0 || x > INT32_MAX) return;
+    EXPECT_EQ(divisor(value).divide(static_cast<int32_t>(x)), x / value) << x << " / " << value;
+  };
+  std::vector<int64_t> values;
+  for (int64_t value = 1; value <= 300; ++value) values.push_back(value);
+  for (int power = 8; power <= 31; ++power)
+    for (const int64_t off : {-1, 0, 1}) values.push_back((int64_t{1} << power) + off);
+  for (const int64_t value : values) {
+    if (value > INT32_MAX) continue;
+    for (int64_t x = 0; x <= 1000; ++x) expect(value, x);
+    for (int64_t multiple = value; multiple <= INT32_MAX; multiple += value * (1 + multiple / (64 * value)))
+      for (const int64_t off : {-1, 0, 1}) expect(value, multiple + off);
+    for (const int64_t off : {0, 1, 2}) expect(value, INT32_MAX - off), expect(value, INT32_MAX / value * value - off);
+  }
+  EXPECT_EQ(divisor(0).divide(7), 7);
 }
 
 TEST(CudaSchedule, WorkspacesThatOverflowAreRefused) {

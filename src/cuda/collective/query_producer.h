@@ -80,7 +80,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const QueryOperands&
       __syncwarp();
       block_ring.advance();
     }
-    const int64_t kv_head = item.head / (shape.q_heads / shape.kv_heads);
+    const int64_t kv_head = shape.by_group.divide(item.head);
     const int64_t image0 = (kv_head * shape.sequences.k_blocks + item.view.k_block0) * 2;
     const auto mean_blocks = static_cast<int32_t>(numerics::query_mean_rows(item.view.q_rows) / kBlockRows);
     const int32_t mean_block = min(item.block / mean_blocks, shape.mean_blocks_max - 1);

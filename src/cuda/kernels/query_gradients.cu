@@ -16,9 +16,10 @@ cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, con
   p.chunk = chunk;
   p.index = ds_index(all.variable != 0, shape.causal != 0, all.q_len, all.k_len, chunk.tile_first, chunk.tile_end);
   p.output = output;
-  p.group = shape.q_heads / shape.kv_heads;
-  p.item_heads = chunk.kv_heads * chunk.group_heads * all.batch;
-  p.items = all.q_blocks_max * p.item_heads;
+  p.by_item_heads = divisor(int64_t{chunk.kv_heads} * chunk.group_heads * all.batch);
+  p.by_batch = divisor(all.batch);
+  p.by_group_heads = divisor(chunk.group_heads);
+  p.items = chunk.kv_heads * chunk.group_heads * all.batch * all.q_blocks_max;
   if (p.items == 0) return cudaSuccess;
   return with_head_dim(launch.head_dim, [&](auto dim) {
     using T = DqTraits<decltype(dim)::value>;

@@ -54,24 +54,25 @@ struct DqParams {
   DsChunk chunk;
   DsIndex index;
   QueryGradients output;
-  int32_t items, item_heads, group;
+  int32_t items;
+  Divisor by_item_heads, by_batch, by_group_heads;  // heads of the chunk, times batch; batch; the chunk's of a group
 };
 
 // 128 queries of one head.
 struct DqItem {
   SequenceView view;
-  int32_t sequence, head, block;
+  int32_t sequence, kv_head, head, block;
   int32_t end[2];  // either warpgroup's key tiles: [chunk.tile_first, end)
   int64_t ds[2];   // index in the chunk of their first
 };
 
 // False for an item without rows. The last queries see the most keys and come first.
 __device__ __forceinline__ bool dq_item(const DqParams& p, int32_t item, DqItem& out) {
-  const int32_t heads = opaque(p.item_heads), batch = opaque(p.shape.sequences.batch);
-  const int32_t rank = item / heads, rest = item - rank * heads, head = rest / batch;
-  out.sequence = rest - head * batch;
-  const int32_t kv_head = head / p.chunk.group_heads;
-  out.head = (p.chunk.kv_first + kv_head) * p.group + p.chunk.group_first + head - kv_head * p.chunk.group_heads;
+  const int32_t rank = p.by_item_heads.divide(item), rest = item - rank * p.by_item_heads.value;
+  const int32_t head = p.by_batch.divide(rest), kv_head = p.by_group_heads.divide(head);
+  out.sequence = rest - head * p.by_batch.value;
+  out.kv_head = p.chunk.kv_first + kv_head;
+  out.head = out.kv_head * p.shape.by_group.value + p.chunk.group_first + head - kv_head * p.by_group_heads.value;
   out.view = sequence_view(p.shape.sequences, out.sequence);
   out.block = (out.view.q_rows + kBlockRows - 1) / kBlockRows - 1 - rank;
   if (out.block < 0) return false;
@@ -113,7 +114,7 @@ __device__ __forceinline__ void dq_copies(const DqParams& p, uint32_t shared) {
     const int32_t first = p.chunk.tile_first;
     const int32_t tiles[2] = {item.end[0] - first, item.end[1] - first}, most = max(tiles[0], tiles[1]);
     const int64_t image =
-        (static_cast<int64_t>(item.head / p.group) * p.shape.sequences.k_blocks + item.view.k_block0) * 2;
+        (static_cast<int64_t>(item.kv_head) * p.shape.sequences.k_blocks + item.view.k_block0) * 2;
     const uint8_t* keys = p.keys.k_t + (image + first) * T::kImage;
     const uint8_t* ds[2] = {p.chunk.codes + item.ds[0] * T::kDsTile, p.chunk.codes + item.ds[1] * T::kDsTile};
 #pragma unroll 1
@@ -149,7 +150,7 @@ __device__ __forceinline__ void dq_factors(const DqParams& p, uint32_t shared, i
     const float* const ds_scale = p.chunk.scale + (w ? item.ds[1] : item.ds[0]);
     const float* const k_scale =
         p.keys.k_scale +
-        (static_cast<int64_t>(item.head / p.group) * p.shape.sequences.k_blocks + item.view.k_block0) * 2 + first;
+        (static_cast<int64_t>(item.kv_head) * p.shape.sequences.k_blocks + item.view.k_block0) * 2 + first;
     float next[2] = {0, 0};
     if (t < own) next[0] = ds_scale[t], next[1] = k_scale[t];
 #pragma unroll 1

@@ -50,10 +50,9 @@ __device__ __forceinline__ int32_t query_item_index(int32_t round) {
 
 __device__ __forceinline__ QueryItem query_item(const Shape& shape, int32_t index) {
   QueryItem item;
-  const int32_t heads = shape.q_heads * shape.sequences.batch;
-  const int32_t rank = index / heads, rest = index % heads;
-  item.sequence = rest / shape.q_heads;
-  item.head = rest % shape.q_heads;
+  const int32_t rank = shape.by_row_heads.divide(index), rest = index - rank * shape.by_row_heads.value;
+  item.sequence = shape.by_q_heads.divide(rest);
+  item.head = rest - item.sequence * shape.q_heads;
   item.view = sequence_view(shape.sequences, item.sequence);
   item.block = (item.view.q_rows + kBlockRows - 1) / kBlockRows - 1 - rank;
   item.tiles = item.block < 0 ? 0 : tiles_seen(item.view, shape.causal != 0, item.block * kBlockRows, kBlockRows);

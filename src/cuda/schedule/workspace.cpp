@@ -119,6 +119,9 @@ Shape kernel_shape(const Problem& problem, const Tables& tables) {
   s.k_block_sequence = tables.k_block_sequence;
   shape.q_heads = narrow(problem.q_heads);
   shape.kv_heads = narrow(problem.kv_heads);
+  shape.by_row_heads = divisor(problem.batch * problem.q_heads);
+  shape.by_q_heads = divisor(problem.q_heads);
+  shape.by_group = divisor(problem.group());
   shape.causal = problem.causal;
   shape.softmax_scale = problem.softmax_scale;
   shape.score_scale = problem.softmax_scale * numerics::kLog2e;
