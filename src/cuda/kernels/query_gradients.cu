@@ -6,6 +6,13 @@
 #include "cuda/collective/launch.h"
 
 namespace dmattn::cuda {
+namespace {
+
+// 256 queries a CTA where that leaves each multiprocessor this many halves of an item; else it would be idle too long
+// at the end.
+constexpr int64_t kWideRounds = 3;
+
+}  // namespace
 
 cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, const KeyCodes& keys, const DsChunk& chunk,
                                    const QueryGradients& output) {
@@ -19,12 +26,20 @@ cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, con
   p.by_item_heads = divisor(int64_t{chunk.kv_heads} * chunk.group_heads * all.batch);
   p.by_batch = divisor(all.batch);
   p.by_group_heads = divisor(chunk.group_heads);
-  p.items = chunk.kv_heads * chunk.group_heads * all.batch * all.q_blocks_max;
-  if (p.items == 0) return cudaSuccess;
-  return with_head_dim(launch.head_dim, [&](auto dim) {
-    using T = DqTraits<decltype(dim)::value>;
+  const int32_t heads = chunk.kv_heads * chunk.group_heads * all.batch;
+  if (heads == 0 || all.q_blocks_max == 0) return cudaSuccess;
+  const auto start = [&]<class T>(T) {
+    p.items = heads * ((all.q_blocks_max + T::kGroupTiles - 1) / T::kGroupTiles);
     return start_kernel<query_gradients_kernel<T>, T::kThreads, T::kBytes>(
         launch, std::min(p.items, launch.multiprocessors), p);
+  };
+  return with_head_dim(launch.head_dim, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value;
+    if constexpr (kDim < 256) {  // twice the queries want twice the sums' registers
+      const int64_t wide_items = int64_t{heads} * (all.q_blocks_max / 2);
+      if (wide_items * 2 >= kWideRounds * launch.multiprocessors) return start(DqTraits<kDim, 2>());
+    }
+    return start(DqTraits<kDim, 1>());
   });
 }
 
