@@ -32,6 +32,7 @@ struct KeyConsumer {
   float s[32], dp[32];
   float dv[T::kSlices][N], dk[T::kSlices][N];
   float e = kUnset, g = kUnset;
+  float scale = 0.0f;  // row_scale(scale_exponent()): what brings dS to its codes
   bool fresh = true;  // nothing of the interval is in dv and dk yet: its first products start from zero
 
   // Products of a stage from its address / 16.
@@ -95,7 +96,7 @@ struct KeyConsumer {
   // The warpgroup's G rises to the tile's own, from its largest dS, and what dK holds follows. False if that is not
   // finite.
   __device__ __forceinline__ bool raise_g(int32_t tile, uint32_t block) {
-    const float most = most_ds<kRounded>(s, dp, place_rows(load_rows(tile, block), 0.0f));
+    const float most = most_ds<kRounded>(s, dp, place_rows(load_rows(tile, block), row_scale(0.0f)));
     const float amax = group_maximum(most, shared + Plan::kReduce + 16 * group, kAgree + group, at);
     if (__any_sync(kWarp, !numerics::is_finite(amax))) return false;
     if (__any_sync(kWarp, amax > 0.0f)) {
@@ -123,21 +124,27 @@ struct KeyConsumer {
     return rows;
   }
   // All lanes have read the constants of the warp's last tile: they are written over.
-  __device__ __forceinline__ TileOperands place_rows(const TileRows& rows, float exponent) const {
+  __device__ __forceinline__ TileOperands place_rows(const TileRows& rows, float scale) const {
     const int lane = at.lane();
     __syncwarp();
     const uint32_t to = shared + Plan::kRows + (4 * group + at.warp) * kRowsBytes;
-    // The two exponents together, as each may be subnormal.
-    const float scale = T::kDk ? exact_power(-exponent) * exact_power(e - kCodeExponent) : 0.0f;
     ptx::store_shared4(to + 16 * lane, {__float_as_uint(rows.shift.x - e), __float_as_uint(rows.shift.y - e),
                                         __float_as_uint(rows.delta.x * scale), __float_as_uint(rows.delta.y * scale)});
     __syncwarp();
     return {to + 16 * (lane & 3), rows.score, rows.gradient * scale};
   }
+  // E's and dS's exponents together, as each may be subnormal. 0 where E is not set.
+  __device__ __forceinline__ float row_scale(float exponent) const {
+    return T::kDk ? exact_power(-exponent) * exact_power(e - kCodeExponent) : 0.0f;
+  }
+  __device__ __forceinline__ void forget_exponents() {
+    e = g = kUnset;
+    scale = 0.0f;
+  }
   // All zero, or NaN that the codes carry, where G is not set.
   __device__ __forceinline__ float scale_exponent() const { return g == kUnset ? 0.0f : g; }
   __device__ __forceinline__ TileOperands operands(int32_t tile, uint32_t block) const {
-    return place_rows(load_rows(tile, block), scale_exponent());
+    return place_rows(load_rows(tile, block), row_scale(scale_exponent()));
   }
 
   // True if it is in some lane of the warpgroup (of the warp where only E counts). The vote tells the compiler that the
@@ -168,6 +175,7 @@ struct KeyConsumer {
         for (int i = 0; i < 8; ++i) out.ds[i] = 0x7f7f7f7fu;
       }
     }
+    scale = row_scale(scale_exponent());
   }
 
   // Bytes of keys g and g + 8 interleaved, rho order, and otherwise as they lie in registers (tile/image.h, "dS
@@ -196,7 +204,8 @@ struct KeyConsumer {
            (2 * group + which) * (kImageRows * T::D) + 4 * (32 * at.warp + at.lane());
   }
 
-  // From a tile's place in the chunk to that of the tile after it, number `next` of its head.
+  // From a tile's place in the chunk to that of the tile after it, number `next` of its head. From an item's first tile
+  // on, which sees some key of the chunk, it grows by one a tile up to the chunk's width.
   __device__ __forceinline__ int32_t ds_step(int32_t next) const {
     const int32_t shift = p.index.packed ? static_cast<int32_t>(p.index.shift) : 0x40000000;
     return max(0, min(next + shift, p.index.width));
@@ -207,7 +216,7 @@ struct KeyConsumer {
     if (ends)
       return {T::kDv ? factor_v(block) : 0.0f, T::kDk ? factor_k(block) : 0.0f, first && p.chunk.group_first == 0};
     end_interval(block, first);
-    e = g = kUnset;
+    forget_exponents();
     return {};
   }
 
@@ -222,7 +231,7 @@ struct KeyConsumer {
     if constexpr (T::kDv) write(p.output.dv, slot(), dv, end.factor_v, partial(0), end.first, 1.0f);
     if constexpr (T::kDk)
       write(p.output.dk, slot() + 8, dk, end.factor_k, partial(1), end.first, p.shape.softmax_scale);
-    e = g = kUnset;
+    forget_exponents();
   }
 
   __device__ __forceinline__ void write(const TensorView& out, uint32_t offset, float (&sum)[T::kSlices][N],

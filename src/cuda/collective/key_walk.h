@@ -25,7 +25,8 @@ __device__ __forceinline__ KeyEnd walk_tiles(C& c, StageRing<C::T::kStages>& rin
   for (int i = 0; i < 32; ++i) c.s[i] = c.dp[i] = 0.0f;  // so that their registers are free between items
   // The tile whose codes are there: none yet, so that the first step's products of codes are of whatever the registers
   // and the stage hold, and the interval's first tile writes over them. Likewise the last step's S and dP.
-  int32_t tile = from - 1, begin = from, head = 0, ds = c.ds_first() - c.ds_step(from);
+  int32_t tile = from - 1, begin = from, head = 0;
+  int32_t ds_step = c.ds_step(from) - 1, ds = c.ds_first() - ds_step - 1;  // the tile's place in the chunk
   TileCodes codes{};
   bool block_ends = false;
   auto next_blocks = blocks;
@@ -45,12 +46,13 @@ __device__ __forceinline__ KeyEnd walk_tiles(C& c, StageRing<C::T::kStages>& rin
     c.issue_sums(codes, stage16, !c.fresh);
     ptx::mma_commit();
     // In the products' shadow.
-    TileOperands in = c.place_rows(rows, c.scale_exponent());
+    TileOperands in = c.place_rows(rows, c.scale);
     if constexpr (T::kDk) {
       if (tile >= c.ds_begin) c.store_ds(codes.ds, ds);
     }
     ++tile;
-    ds += c.ds_step(tile);
+    ds_step += ds_step < p.index.width ? 1 : 0;
+    ds += ds_step;
     c.land_scores();
     if (left == 0) break;
     const bool ended = (tile % kIntervalTiles == 0 || tile == tiles) && tile > begin;
@@ -58,9 +60,10 @@ __device__ __forceinline__ KeyEnd walk_tiles(C& c, StageRing<C::T::kStages>& rin
       if (ended) {
         c.land_sums();
         c.end_interval(shared + Plan::block(blocks.stage()), head == 0 && begin == c.first_tile());
-        if (tile == tiles || numerics::forgets_exponents(tile / kIntervalTiles)) c.e = c.g = kUnset;
+        if (tile == tiles || numerics::forgets_exponents(tile / kIntervalTiles)) c.forget_exponents();
         if (tile == tiles) {
           tile = c.first_tile();
+          ds_step = c.ds_step(tile);
           ds = c.ds_first() + ++head * static_cast<int32_t>(p.chunk.tiles_per_head);
         }
         begin = tile;

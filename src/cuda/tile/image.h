@@ -52,11 +52,11 @@ DMATTN_CUDA_HD constexpr int ds_tile_query(int h, int t, int g) { return 16 * (g
 
 #if defined(__CUDACC__)
 // wgmma descriptor of an image of `rows` rows (start at any row that is a multiple of 8), from a shared address / 16
-// that the whole warp shares and a constant byte offset: one addition in the uniform data path, where an address in
-// vector registers costs a move for every descriptor.
+// that the whole warp shares and a constant byte offset: one 64-bit addition in the uniform data path, where an address
+// in vector registers costs a move for every descriptor, and a 32-bit addition one for the upper half.
 __device__ __forceinline__ uint64_t image_descriptor_at(uint32_t base16, int offset, int rows) {
-  return (static_cast<uint64_t>(128 >> 4) << 32) |
-         (base16 + (static_cast<uint32_t>(offset) >> 4) + (static_cast<uint32_t>(rows) << 16));
+  return (static_cast<uint64_t>(128 >> 4) << 32 | base16) +
+         static_cast<uint64_t>((static_cast<uint32_t>(offset) >> 4) + (static_cast<uint32_t>(rows) << 16));
 }
 // An image in shared memory as an operand: its k = 32 steps, each from some row on. Constants where the caller's are.
 struct ImageOperand {
