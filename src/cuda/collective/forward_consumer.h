@@ -84,7 +84,7 @@ __device__ __forceinline__ void raise_references(const float (&b)[2], const floa
   for (int r = 0; r < 2; ++r) power[r] = kMasked && !mask.live[r] ? 0.0f : ptx::exp2_approx(b[r] - rows.reference[r]);
 }
 
-// Codes of P as the A fragments of two k = 32 steps over keys in sigma order; where kUnrounded the sums of the unrounded p.
+// Codes of P as the A fragments of two k = 32 steps over keys in sigma order; where kUnrounded the sums of p as well.
 template <bool kMasked, bool kUnrounded>
 __device__ __forceinline__ void probabilities(const float (&s)[32], float factor, const TileMask& mask,
                                               const float (&b)[2], uint32_t (&codes)[8], float (&total)[2]) {
@@ -176,8 +176,8 @@ __device__ __forceinline__ void forward_tiles(const Shape& shape, int32_t index,
   };
   const auto process = [&]<bool kMasked>(const float(&s)[32], const TileMask& mask, auto meanwhile) {
     attend<T, kMasked>(s, load_scalars<T>(shared, ring.stage()),
-                    stage_descriptor<T>(shared, ring.stage()) + image_at(kValuesInStage<T>, T::kDim), mask, rows,
-                    meanwhile);
+                       stage_descriptor<T>(shared, ring.stage()) + image_at(kValuesInStage<T>, T::kDim), mask, rows,
+                       meanwhile);
     thread.release(shared + Plan::empty(ring.stage()));
     ring.advance();
   };

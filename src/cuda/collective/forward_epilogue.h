@@ -8,8 +8,8 @@
 
 namespace dmattn::cuda {
 
-// This thread's channels of row r, times `inverse`, as BF16, and where kLow what they lose by that. high, low: the rows'
-// first channels, null where there is no such row.
+// This thread's channels of row r, times `inverse`, as BF16, and where kLow what they lose by that. high, low: the
+// rows' first channels, null where there is no such row.
 template <int kDim, bool kWide, bool kLow>
 __device__ __forceinline__ void store_row(uint16_t* high, uint16_t* low, const float (&o)[kDim / 2], int r,
                                           float inverse, int lane) {

@@ -33,7 +33,7 @@ struct KeyConsumer {
   float dv[T::kSlices][N], dk[T::kSlices][N];
   float e = kUnset, g = kUnset;
   float scale = 0.0f;  // row_scale(scale_exponent()): what brings dS to its codes
-  bool fresh = true;  // nothing of the interval is in dv and dk yet: its first products start from zero
+  bool fresh = true;   // nothing of the interval is in dv and dk yet: its first products start from zero
 
   // Products of a stage from its address / 16.
   __device__ __forceinline__ void issue_scores(uint32_t own16, uint32_t stage16, uint32_t block16) {

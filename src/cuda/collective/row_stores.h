@@ -1,6 +1,6 @@
-// BF16 rows out of the accumulator layout, 16 bytes a lane. A lane holds a pair of neighbouring columns (a word) of each
-// eight: stored as they lie, a warp's words are eight lines of 16 bytes each. Four lanes of a row turn four words among
-// themselves and store 64 bytes together.
+// BF16 rows out of the accumulator layout, 16 bytes a lane. A lane holds a pair of neighbouring columns (a word) of
+// each eight: stored as they lie, a warp's words are eight lines of 16 bytes each. Four lanes of a row turn four words
+// among themselves and store 64 bytes together.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int lane) {
     }
 }
 
-// Words of 32 columns of a row: words[j] has columns 8 j + 2 t and 8 j + 2 t + 1, t = lane % 4. `row`: its first column,
-// null where there is no such row. kWide: every row starts at a multiple of 16 bytes. All lanes of the warp, as the
-// words travel.
+// Words of 32 columns of a row: words[j] has columns 8 j + 2 t and 8 j + 2 t + 1, t = lane % 4. `row`: its first
+// column, null where there is no such row. kWide: every row starts at a multiple of 16 bytes. All lanes of the warp, as
+// the words travel.
 template <bool kWide>
 __device__ __forceinline__ void store_words(uint16_t* row, uint32_t (&words)[4], int lane) {
   if constexpr (kWide) {

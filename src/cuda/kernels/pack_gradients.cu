@@ -232,13 +232,15 @@ __global__ void __cluster_dims__(pack::kClusterCtas, 1, 1) __launch_bounds__(2 *
             __fmul_rn(d_scale.scale, __fmaf_rn(rows.o_scale[dot.row], dot.value, rows.delta[dot.row]));
     }
   }
-  __syncthreads();  // O has been read
+  __syncthreads();                         // O has been read
+  if (input.rule != DeltaRule::onepass) {  // there both weights are the same, and so are the codes
 #pragma unroll
-  for (int i = 0; i < pack::kThreadRows; ++i) {
-    const Chunk x = d_o.row(i);
-    const float dv_weight = rows.dv_weight[me.row(i)];
-    pack::encode_row(row, i, dv_scale.inverse, me.row(i) < at.rows,
-                     [&](int c) { return __fmul_rn(dv_weight, pack::channel(x, c)); });
+    for (int i = 0; i < pack::kThreadRows; ++i) {
+      const Chunk x = d_o.row(i);
+      const float dv_weight = rows.dv_weight[me.row(i)];
+      pack::encode_row(row, i, dv_scale.inverse, me.row(i) < at.rows,
+                       [&](int c) { return __fmul_rn(dv_weight, pack::channel(x, c)); });
+    }
   }
   pack::stage_transposed<kDim, RowOrder::sigma>(o_rows, me, row);
   __syncthreads();  // and so has dO

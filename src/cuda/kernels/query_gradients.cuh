@@ -8,8 +8,8 @@
 // T starts from zero for every tile. Where a chunk holds a part of the keys, dQ continues from the FP32 sums of the
 // chunk before it, in the order of keys: no chunking changes a bit.
 //
-// The kernel reads every byte of dS once and should be bound by memory: the stages keep up to 192 KB in flight. With 256
-// queries the codes of K are read half as often, from the L2, whose throughput is what 128 run into.
+// The kernel reads every byte of dS once and should be bound by memory: the stages keep up to 192 KB in flight. With
+// 256 queries the codes of K are read half as often, from the L2, whose throughput is what 128 run into.
 // Roles: warpgroup 0: a lane copies, four lanes of the next warp make factors; warpgroups 1 and 2 consume. Barriers:
 // full[stage] (copies and factors), empty[stage] (8 consumer warps).
 #pragma once
@@ -32,8 +32,7 @@ struct DqTraits {
   static constexpr int kSlices = D / kSlice;
   static constexpr bool kPairs = D < 256;  // both key tiles of a stage in one go: registers for two tiles' codes
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  static constexpr int kStageBytes =
-      2 * kTiles * kDsTile + 2 * kImage;  // [query tile][2 key tiles] dS, then two K images
+  static constexpr int kStageBytes = 2 * kTiles * kDsTile + 2 * kImage;  // dS [query tile][2 key tiles], two K images
   static constexpr int kStages = 192 * 1024 / kStageBytes;
   static constexpr int kFactors = kStages * kStageBytes;  // ds_scale k_scale of a stage's [query tile][2 key tiles]
   static constexpr int kFactorBytes = 8 * kTiles;
