@@ -101,10 +101,11 @@ WorkspaceSizes workspace_of(const dmattn_problem& problem) {
   return sizes;
 }
 
-Results run(const Side& side, const AgreementShape& shape, Mode mode, const Inputs& inputs, size_t cap = 0) {
+Results run(const Side& side, const AgreementShape& shape, Mode mode, const Inputs& inputs, size_t cap = 0,
+            bool saves_codes = false) {
   const dmattn_problem problem = problem_of(side, shape, mode, cap);
   workspace_of(problem);
-  abi::Attention attention(side, problem, inputs);
+  abi::Attention attention(side, problem, inputs, saves_codes);
   attention.forward();
   attention.backward();
   return attention.results();
@@ -294,6 +295,7 @@ class Measurement {
       add("delta from the twin's forward", shape, mode, true, mismatches(attention.delta_out(), twin.delta));
     }
     add("a second run, all outputs", shape, mode, true, mismatches(run(gpu_, shape, mode, inputs), ours));
+    add("saved codes, all outputs", shape, mode, true, mismatches(run(gpu_, shape, mode, inputs, 0, true), ours));
     add("workspace_cap 1, all outputs", shape, mode, true, mismatches(run(gpu_, shape, mode, inputs, kSmallCap), ours));
   }
 

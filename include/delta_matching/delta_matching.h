@@ -13,11 +13,12 @@
  * ignored. Row vectors (lse, delta, saved statistics) are FP32, contiguous: [batch, q_heads, q_len], or
  * [q_heads, total_q] with cu_seqlens.
  *
- * CUDA: with device = DMATTN_CUDA every tensor, row vector, cu_seqlens and workspace is device memory of device_index,
- * and the call only queues kernels on `stream`: no allocation, no synchronisation, nothing kept between calls, so that
- * a CUDA graph can capture it. cu_seqlens cannot be checked without reading them back: the kernels clamp offsets that
- * fall or leave the tensor, so nothing outside is touched, but results of such a call are meaningless; callers who want
- * an error check the offsets first. Compute capability 9.0 (Hopper), hopper numerics, the tensor core's accumulator.
+ * CUDA: with device = DMATTN_CUDA every tensor, row vector, cu_seqlens, workspace and saved.codes is device memory of
+ * device_index, and the call only queues kernels on `stream`: no allocation, no synchronisation, nothing kept between
+ * calls, so that a CUDA graph can capture it. cu_seqlens cannot be checked without reading them back: the kernels clamp
+ * offsets that fall or leave the tensor, so nothing outside is touched, but results of such a call are meaningless;
+ * callers who want an error check the offsets first. Compute capability 9.0 (Hopper), hopper numerics, the tensor
+ * core's accumulator.
  *
  * Threads: every function may be called from several threads at once. The library keeps no state between
  * calls but the thread-local error message. It never allocates device memory and never synchronises a stream.
@@ -117,12 +118,20 @@ typedef struct dmattn_tensor {
 
 /* What the forward leaves for the backward. Without it (pointers NULL) the backward starts from lse, which holds only
  * the unrounded sum, and in onepass from O without its remainder: other roundings, so other bits, and onepass falls
- * back to about consistent's accuracy. */
+ * back to about consistent's accuracy. onepass reads the second of the two sums alone: its forward in hopper numerics
+ * without lse leaves NaN in the first.
+ *
+ * codes, on CUDA alone: the FP8 codes of q, k and v with their scales, K's mean and the biases of Q's means. The
+ * forward writes them, the backward and dmattn_delta read them in place of making them again, and then look neither at
+ * k nor at v, whose data may be NULL. No bit depends on it. They belong to their problem: if shapes, cu_seqlens (and
+ * the offsets in them), max_q_len, max_k_len, softmax_scale, causal or centre of the two calls differ, or something has
+ * written to the codes, the results are meaningless. Mode, stream and workspace_cap may differ. */
 typedef struct dmattn_saved {
   float *reference;    /* row vector: M, the row's reference exponent (log2 units, an integer in hopper) */
-  float *sum;          /* two row vectors, one after the other: sums of 2^(x - M) of unrounded, then of rounded P. onepass
-                          reads the second alone: its forward in hopper numerics without lse leaves NaN in the first */
+  float *sum;          /* two row vectors, one after the other: sums of 2^(x - M) of unrounded, then of rounded P */
   dmattn_tensor o_low; /* onepass: BF16 of O - bf16(O), laid out like o; else data = NULL */
+  void *codes;         /* dmattn_saved_codes_size bytes, aligned to 256; NULL: not kept. Ignored on the CPU */
+  size_t codes_bytes;  /* of codes */
 } dmattn_saved;
 
 typedef struct dmattn_forward_args {
@@ -136,13 +145,13 @@ typedef struct dmattn_forward_args {
 } dmattn_forward_args;
 
 typedef struct dmattn_backward_args {
-  size_t struct_size; /* sizeof(dmattn_backward_args) */
-  dmattn_tensor q, k, v, o, d_o;
-  const float *lse;         /* row vector; read only where saved is missing, may be NULL otherwise */
-  dmattn_saved saved;       /* in */
-  const float *delta;       /* in, may be NULL: row vector, true delta to use in place of the mode's own */
-  float *delta_out;         /* out, may be NULL: row vector, the true delta that was used */
-  dmattn_tensor dq, dk, dv; /* out; data = NULL leaves that gradient out */
+  size_t struct_size;            /* sizeof(dmattn_backward_args) */
+  dmattn_tensor q, k, v, o, d_o; /* k.data, v.data: may be NULL with saved.codes */
+  const float *lse;              /* row vector; read only where saved is missing, may be NULL otherwise */
+  dmattn_saved saved;            /* in */
+  const float *delta;            /* in, may be NULL: row vector, true delta to use in place of the mode's own */
+  float *delta_out;              /* out, may be NULL: row vector, the true delta that was used */
+  dmattn_tensor dq, dk, dv;      /* out; data = NULL leaves that gradient out */
   void *workspace;
   size_t workspace_bytes;
 } dmattn_backward_args;
@@ -190,6 +199,10 @@ DMATTN_API int32_t dmattn_device_available(int32_t device);
  * bytes, as cudaMalloc and Torch give it; it holds nothing between calls. */
 DMATTN_API dmattn_status dmattn_workspace_size(const dmattn_problem *problem, size_t *forward_bytes,
                                                size_t *backward_bytes);
+
+/* Bytes of dmattn_saved's codes: 0 on the CPU, which keeps none. They follow from the problem alone, as the workspace's
+ * do, and not from its mode. With codes a backward needs that much less workspace. */
+DMATTN_API dmattn_status dmattn_saved_codes_size(const dmattn_problem *problem, size_t *bytes);
 
 DMATTN_API dmattn_status dmattn_forward(const dmattn_problem *problem, const dmattn_forward_args *args);
 DMATTN_API dmattn_status dmattn_backward(const dmattn_problem *problem, const dmattn_backward_args *args);

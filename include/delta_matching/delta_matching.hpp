@@ -154,7 +154,8 @@ using QuantiseArgs = Args<dmattn_quantise_args>;
 using ReferenceArgs = Args<dmattn_reference_args>;
 using ProbeArgs = Args<dmattn_probe_args>;
 
-// Host memory for what a forward leaves for the backward. raw() goes into both calls; keep this alive in between.
+// Host memory for what a forward leaves for the backward. raw() goes into both calls; keep this alive in between. On
+// CUDA the caller brings device memory; saved_codes_size tells the bytes of the codes.
 class Saved {
  public:
   explicit Saved(const Problem& problem) : reference_(problem.rows()), sum_(2 * problem.rows()) {
@@ -179,6 +180,13 @@ class Saved {
 inline std::pair<size_t, size_t> workspace_size(const Problem& problem) {
   std::pair<size_t, size_t> bytes{0, 0};
   check(dmattn_workspace_size(&problem.raw(), &bytes.first, &bytes.second));
+  return bytes;
+}
+
+// Device bytes of dmattn_saved's codes; 0 on the CPU.
+inline size_t saved_codes_size(const Problem& problem) {
+  size_t bytes = 0;
+  check(dmattn_saved_codes_size(&problem.raw(), &bytes));
   return bytes;
 }
 

@@ -80,7 +80,13 @@ class Problem(_Sized):
 class Saved(ctypes.Structure):
     """dmattn_saved: what the forward leaves for the backward."""
 
-    _fields_ = [("reference", ctypes.c_void_p), ("sum", ctypes.c_void_p), ("o_low", TensorArg)]
+    _fields_ = [
+        ("reference", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("o_low", TensorArg),
+        ("codes", ctypes.c_void_p),
+        ("codes_bytes", ctypes.c_size_t),
+    ]
 
 
 class ForwardArgs(_Sized):
@@ -237,6 +243,13 @@ def workspace_size(problem: Problem) -> tuple[int, int]:
     forward, backward = ctypes.c_size_t(), ctypes.c_size_t()
     call("workspace_size", problem, ctypes.byref(forward), ctypes.byref(backward))
     return forward.value, backward.value
+
+
+def saved_codes_size(problem: Problem) -> int:
+    """Device bytes of the codes that a forward of ``problem`` leaves; 0 on the CPU. Errors: as :func:`call`."""
+    nbytes = ctypes.c_size_t()
+    call("saved_codes_size", problem, ctypes.byref(nbytes))
+    return nbytes.value
 
 
 def version() -> str:

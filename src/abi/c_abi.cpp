@@ -89,7 +89,11 @@ Problem check_backward(const dmattn_problem* raw, const dmattn_backward_args* ar
   Problem problem = dmattn::check_problem(raw);
   dmattn::check_pointer(args, "args");
   dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
-  check_inputs(problem, args->q, args->k, args->v);
+  check_tensor(problem, args->q, true, "q", Access::input);
+  if (!keeps_codes(problem, args->saved)) {
+    check_tensor(problem, args->k, false, "k", Access::input);
+    check_tensor(problem, args->v, false, "v", Access::input);
+  }
   check_tensor(problem, args->o, true, "o", Access::input);
   check_tensor(problem, args->d_o, true, "d_o", Access::input);
   if ((args->saved.reference == nullptr) != (args->saved.sum == nullptr))
@@ -124,6 +128,14 @@ dmattn_status dmattn_workspace_size(const dmattn_problem* raw, size_t* forward_b
     const dmattn::WorkspaceSizes sizes = backend_of(problem).workspace_size(problem);
     *forward_bytes = sizes.forward;
     *backward_bytes = sizes.backward;
+  });
+}
+
+dmattn_status dmattn_saved_codes_size(const dmattn_problem* raw, size_t* bytes) {
+  return guarded([&] {
+    const Problem problem = dmattn::check_problem(raw);
+    dmattn::check_pointer(bytes, "bytes");
+    *bytes = backend_of(problem).saved_codes_size(problem);
   });
 }
 

@@ -62,6 +62,12 @@ WorkspaceSizes workspace_sizes(const dmattn_problem& problem) {
   return sizes;
 }
 
+size_t saved_codes_size(const dmattn_problem& problem) {
+  size_t bytes = 0;
+  call(dmattn_saved_codes_size(&problem, &bytes), "dmattn_saved_codes_size");
+  return bytes;
+}
+
 // ---- memory of either side -----------------------------------------------------------------------------------------
 
 class Block::Memory {
@@ -134,7 +140,7 @@ void Block::copy_to(void* to) const {
 
 // ---- calls ---------------------------------------------------------------------------------------------------------
 
-Attention::Attention(const Side& side, const dmattn_problem& problem, const Inputs& in)
+Attention::Attention(const Side& side, const dmattn_problem& problem, const Inputs& in, bool saves_codes)
     : side_(side),
       problem_(problem),
       q_(side, in.q),
@@ -149,7 +155,9 @@ Attention::Attention(const Side& side, const dmattn_problem& problem, const Inpu
       lse_(side, rows() * sizeof(float)),
       reference_(side, rows() * sizeof(float)),
       sum_(side, 2 * rows() * sizeof(float)),
-      delta_(side, rows() * sizeof(float)) {
+      delta_(side, rows() * sizeof(float)),
+      codes_bytes_(saves_codes ? saved_codes_size(problem) : 0),
+      codes_(side, codes_bytes_) {
   const auto elements = [&](int64_t length, int64_t heads) {
     return static_cast<size_t>(problem.batch * length * heads * problem.head_dim);
   };
@@ -163,7 +171,7 @@ dmattn_tensor Attention::tensor(Block& block, int64_t length, int64_t heads) con
 }
 
 dmattn_saved Attention::saved() {
-  dmattn_saved out{reference_.data<float>(), sum_.data<float>(), {}};
+  dmattn_saved out{reference_.data<float>(), sum_.data<float>(), {}, codes_.data(), codes_bytes_};
   if (problem_.mode == DMATTN_ONEPASS) out.o_low = of_queries(o_low_);
   return out;
 }
@@ -186,13 +194,15 @@ void Attention::forward() {
 }
 
 void Attention::run_backward(BackwardCall function, const char* name, bool gradients) {
-  const size_t bytes = workspace_sizes(problem_).backward;
+  const size_t bytes = workspace_sizes(problem_).backward - codes_bytes_;
   Block workspace(side_, bytes);
   dmattn_backward_args args{};
   args.struct_size = sizeof args;
   args.q = of_queries(q_);
-  args.k = of_keys(k_);
-  args.v = of_keys(v_);
+  if (codes_bytes_ == 0) {
+    args.k = of_keys(k_);
+    args.v = of_keys(v_);
+  }
   args.o = of_queries(o_);
   args.d_o = of_queries(d_o_);
   args.saved = saved();

@@ -32,6 +32,7 @@ void wait(const Side& side, const char* what);
 dmattn_problem hopper_problem(const Side& side, Mode mode);
 
 WorkspaceSizes workspace_sizes(const dmattn_problem& problem);
+size_t saved_codes_size(const dmattn_problem& problem);
 
 // An array in the memory of a side; NaN until something is written.
 class Block {
@@ -82,10 +83,11 @@ struct Results {
   std::vector<float> lse, reference, sum, delta;
 };
 
-// The tensors of one problem in the memory of a side, and the calls on them. Sequences of one length.
+// The tensors of one problem in the memory of a side, and the calls on them. Sequences of one length. With saved codes
+// the forward leaves them, where the side has any, and the backward gets neither k nor v.
 class Attention {
  public:
-  Attention(const Side& side, const dmattn_problem& problem, const Inputs& in);
+  Attention(const Side& side, const dmattn_problem& problem, const Inputs& in, bool saves_codes = false);
 
   void forward();
   void backward();
@@ -107,6 +109,8 @@ class Attention {
   Side side_;
   dmattn_problem problem_;
   Block q_, k_, v_, d_o_, o_, o_low_, dq_, dk_, dv_, lse_, reference_, sum_, delta_;
+  size_t codes_bytes_;  // 0: none are kept
+  Block codes_;
 };
 
 }  // namespace dmattn::abi

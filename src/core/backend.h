@@ -9,11 +9,12 @@ struct WorkspaceSizes {
   size_t forward, backward;  // device bytes
 };
 
-// Each entry takes checked problems and tensors; what only the backend can see (a pointer's device, the workspace) it
-// checks itself, before anything is written.
+// Each entry takes checked problems and tensors; what only the backend can see (whose memory a pointer is, workspace,
+// saved codes) it checks itself, before anything is written.
 struct Backend {
   bool (*available)();
   WorkspaceSizes (*workspace_size)(const Problem& problem);
+  size_t (*saved_codes_size)(const Problem& problem);
   void (*forward)(const Problem& problem, const dmattn_forward_args& args);
   void (*backward)(const Problem& problem, const dmattn_backward_args& args);
   void (*delta)(const Problem& problem, const dmattn_backward_args& args);

@@ -133,6 +133,8 @@ bool needs_unrounded_sum(const Problem& problem, const dmattn_forward_args& args
   return args.lse != nullptr || problem.mode != Mode::onepass || problem.numerics != Numerics::hopper;
 }
 
+bool keeps_codes(const Problem& problem, const dmattn_saved& saved) { return problem.cuda && saved.codes != nullptr; }
+
 void check_struct_size(size_t got, size_t expected, const std::string& name) {
   if (got != expected)
     throw InvalidValue(

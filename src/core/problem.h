@@ -51,6 +51,8 @@ void check_pointer(const void* pointer, const std::string& name);
 // Whether the forward sums P before it is rounded as well: lse wants that, and every backward but that of onepass in
 // hopper numerics. Where it does not, the first vector of saved.sum is NaN.
 bool needs_unrounded_sum(const Problem& problem, const dmattn_forward_args& args);
+// Whether what the forward leaves holds codes for the backward: only a GPU has some to keep.
+bool keeps_codes(const Problem& problem, const dmattn_saved& saved);
 void check_struct_size(size_t got, size_t expected, const std::string& name);
 
 }  // namespace dmattn

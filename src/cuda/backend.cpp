@@ -12,4 +12,9 @@ WorkspaceSizes workspace_size(const Problem& problem) {
   return {plan_forward(problem, nullptr).bytes, plan_backward(problem, launch.multiprocessors, nullptr).bytes};
 }
 
+size_t saved_codes_size(const Problem& problem) {
+  launch_on(problem);  // the GPU must be one that runs the kernels
+  return saved_codes_bytes(problem);
+}
+
 }  // namespace dmattn::cuda

@@ -7,6 +7,7 @@ namespace dmattn::cuda {
 
 bool available();
 WorkspaceSizes workspace_size(const Problem& problem);
+size_t saved_codes_size(const Problem& problem);
 void forward(const Problem& problem, const dmattn_forward_args& args);
 void backward(const Problem& problem, const dmattn_backward_args& args);
 void delta(const Problem& problem, const dmattn_backward_args& args);

@@ -86,14 +86,14 @@ struct Call {
     dmattn_forward_args a{};
     a.struct_size = sizeof a;
     a.q = q.view, a.k = k.view, a.v = v.view, a.o = o.view, a.lse = lse.data();
-    a.saved = {reference.data(), sum.data(), o_low.view};
+    a.saved = {reference.data(), sum.data(), o_low.view, nullptr, 0};
     return a;
   }
   dmattn_backward_args backward_args() {
     dmattn_backward_args a{};
     a.struct_size = sizeof a;
     a.q = q.view, a.k = k.view, a.v = v.view, a.o = o.view, a.d_o = d_o.view, a.lse = lse.data();
-    a.saved = {reference.data(), sum.data(), o_low.view};
+    a.saved = {reference.data(), sum.data(), o_low.view, nullptr, 0};
     a.delta_out = delta.data();
     a.dq = dq.view, a.dk = dk.view, a.dv = dv.view;
     return a;
@@ -254,6 +254,44 @@ TEST(Abi, WithoutSavedStatisticsLseServes) {
     EXPECT_LE(relative(call.dq, bare.dq), 0.1);
     EXPECT_LE(relative(call.dv, bare.dv), 0.1);
   }
+}
+
+TEST(Abi, TheCpuKeepsNoCodes) {
+  for (const dmattn_mode mode : kModes) {
+    Call call({1, 100, 100, 2, 1, 64}, mode), other({1, 100, 100, 2, 1, 64}, mode);
+    size_t bytes = 1;
+    ASSERT_EQ(dmattn_saved_codes_size(&call.problem, &bytes), DMATTN_OK) << dmattn_last_error();
+    EXPECT_EQ(bytes, 0u);
+    call.run();
+    void* const nowhere = reinterpret_cast<void*>(1);  // not looked at
+    dmattn_forward_args f = other.forward_args();
+    f.saved.codes = nowhere;
+    ASSERT_EQ(dmattn_forward(&other.problem, &f), DMATTN_OK) << dmattn_last_error();
+    dmattn_backward_args b = other.backward_args();
+    b.saved.codes = nowhere;
+    ASSERT_EQ(dmattn_backward(&other.problem, &b), DMATTN_OK) << dmattn_last_error();
+    EXPECT_EQ(call.dq.data, other.dq.data);
+    EXPECT_EQ(call.dk.data, other.dk.data);
+    b.k.data = nullptr;  // codes or not: the twin starts from k and v
+    EXPECT_EQ(dmattn_backward(&other.problem, &b), DMATTN_INVALID_VALUE);
+    EXPECT_STREQ(dmattn_last_error(), "k.data: expected a pointer, got NULL");
+  }
+}
+
+TEST(Abi, SavedCodesSizeRefusesByName) {
+  Call call({1, 100, 100, 2, 1, 64});
+  EXPECT_EQ(dmattn_saved_codes_size(&call.problem, nullptr), DMATTN_INVALID_VALUE);
+  EXPECT_STREQ(dmattn_last_error(), "bytes: expected a pointer, got NULL");
+  size_t bytes = 7;
+  EXPECT_EQ(dmattn_saved_codes_size(nullptr, &bytes), DMATTN_INVALID_VALUE);
+  EXPECT_STREQ(dmattn_last_error(), "problem: expected a pointer, got NULL");
+  call.problem.head_dim = 80;
+  EXPECT_EQ(dmattn_saved_codes_size(&call.problem, &bytes), DMATTN_UNSUPPORTED);
+  EXPECT_NE(std::string(dmattn_last_error()).find("head_dim"), std::string::npos);
+  call.problem.head_dim = 64, call.problem.struct_size = 8;
+  EXPECT_EQ(dmattn_saved_codes_size(&call.problem, &bytes), DMATTN_INVALID_VALUE);
+  EXPECT_NE(std::string(dmattn_last_error()).find("problem.struct_size: expected"), std::string::npos);
+  EXPECT_EQ(bytes, 7u);
 }
 
 TEST(Abi, QuantiseGivesCodesScalesAndMean) {

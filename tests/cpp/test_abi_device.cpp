@@ -34,6 +34,10 @@ struct Call {
     size_t forward = 0, backward = 0;
     return dmattn_workspace_size(&problem, &forward, &backward);
   }
+  dmattn_status codes_size() {
+    size_t bytes = 0;
+    return dmattn_saved_codes_size(&problem, &bytes);
+  }
   dmattn_status forward() {
     dmattn_forward_args args{};
     args.struct_size = sizeof args;
@@ -89,6 +93,8 @@ TEST(AbiDevice, CallsWithoutAGpuSayWhy) {
     if (variable) call.problem.cu_seqlens_q = call.problem.cu_seqlens_k = reinterpret_cast<int32_t*>(64);  // not read
     EXPECT_EQ(call.workspace(), expected);
     expect_says(says);
+    EXPECT_EQ(call.codes_size(), expected);
+    expect_says(says);
     EXPECT_EQ(call.forward(), expected);
     expect_says(says);
     EXPECT_EQ(call.backward(), expected);
@@ -142,6 +148,21 @@ TEST(AbiDevice, WhatRunsOnTheCpuAloneIsRefused) {
   char* json = nullptr;
   EXPECT_EQ(dmattn_probe(&call.problem, &probe, &json), DMATTN_UNSUPPORTED);
   expect_says("probe runs on the CPU alone");
+}
+
+// With codes k and v may be missing; the call then gets as far as the GPU. Without, they are asked for by name.
+TEST(AbiDevice, CodesStandInForKeysAndValues) {
+  if (!kHaveCuda || have_gpu()) GTEST_SKIP() << "needs a build with the CUDA backend, and no GPU";
+  Call call;
+  dmattn_backward_args args = call.backward_args();
+  args.k.data = args.v.data = nullptr;
+  EXPECT_EQ(dmattn_backward(&call.problem, &args), DMATTN_INVALID_VALUE);
+  expect_says("k.data: expected a pointer, got NULL");
+  args.saved.codes = call.codes.data();
+  for (const auto function : {dmattn_backward, dmattn_delta}) {
+    EXPECT_EQ(function(&call.problem, &args), DMATTN_DEVICE_ERROR);
+    expect_says("device: no GPU can be used: ");
+  }
 }
 
 TEST(AbiDevice, QScoresAreOfferedOnCudaAlone) {

@@ -297,6 +297,52 @@ TEST(CudaSchedule, WorkspacePiecesLieApart) {
   }
 }
 
+// Forward and backward find the same pieces at the same places of the codes, and no piece of theirs in a workspace.
+TEST(CudaSchedule, SavedCodesHaveOnePlan) {
+  constexpr uintptr_t kBase = uintptr_t{1} << 40, kCodes = uintptr_t{1} << 41;
+  for (const bool variable : {false, true})
+    for (const Centre centre : {Centre::none, Centre::k, Centre::qk}) {
+      Problem problem = problem_of(3, 300, 200, 4, 2, variable);
+      problem.centre = centre;
+      void *const workspace = reinterpret_cast<void*>(kBase), *const codes = reinterpret_cast<void*>(kCodes);
+      const ForwardPlan forward = plan_forward(problem, workspace, codes);
+      const BackwardPlan backward = plan_backward(problem, 132, workspace, codes);
+      const size_t bytes = saved_codes_bytes(problem);
+      EXPECT_EQ(forward.codes_bytes, bytes);
+      EXPECT_EQ(backward.codes_bytes, bytes);
+      const auto q_blocks = static_cast<size_t>(forward.shape.sequences.q_blocks);
+      const auto k_blocks = static_cast<size_t>(forward.shape.sequences.k_blocks);
+      const auto means = static_cast<size_t>(forward.shape.mean_blocks_max);
+      const std::vector<std::tuple<const void*, const void*, size_t>> shared{
+          {forward.keys.k, backward.keys.k, 2 * k_blocks * 128 * 64},
+          {forward.keys.k_t, backward.keys.k_t, 2 * k_blocks * 128 * 64},
+          {forward.keys.v, backward.keys.v, 2 * k_blocks * 128 * 64},
+          {forward.keys.k_scale, backward.keys.k_scale, 2 * k_blocks * 2 * 4},
+          {forward.keys.v_scale, backward.keys.v_scale, 2 * k_blocks * 2 * 4},
+          {forward.keys.k_mean, backward.keys.k_mean, 2 * 3 * 64 * 4},
+          {forward.queries.q, backward.queries.q, 4 * q_blocks * 128 * 64},
+          {forward.queries.q_scale, backward.queries.q_scale, 4 * q_blocks * 4},
+          {forward.queries.bias, backward.queries.bias, 4 * means * k_blocks * 128 * 4}};
+      std::map<uintptr_t, size_t> pieces;
+      for (const auto& [ours, theirs, size] : shared) {
+        EXPECT_EQ(ours, theirs);
+        pieces[place(ours)] += size;  // without centring the bias is empty
+      }
+      expect_apart(pieces, kCodes, bytes);
+      const std::map<uintptr_t, size_t> own{{place(forward.keys.v_t), 2 * k_blocks * 128 * 64},
+                                            {place(forward.keys.k_partial), 2 * k_blocks * 2 * 64 * 4},
+                                            {place(forward.queries.mean_dot), 4 * q_blocks * 128 * 4}};
+      expect_apart(own, kBase, forward.bytes);
+      EXPECT_LE(forward.bytes, plan_forward(problem, nullptr).bytes);
+      EXPECT_LE(backward.bytes + bytes, plan_backward(problem, 132, nullptr).bytes);
+      EXPECT_EQ(backward.keys.v_t, nullptr);
+      EXPECT_EQ(backward.queries.mean_dot, nullptr);
+      EXPECT_EQ(plan_forward(problem, workspace).codes_bytes, 0u);
+      problem.mode = Mode::onepass;
+      EXPECT_EQ(saved_codes_bytes(problem), bytes);
+    }
+}
+
 TEST(CudaSchedule, ASmallCapMakesASmallWorkspace) {
   Problem problem = problem_of(1, 4096, 4096, 8, 8, false);
   const BackwardPlan whole = plan_backward(problem, 132, nullptr);

@@ -130,6 +130,12 @@ TEST(Hpp, ForwardAndBackwardRunInEveryMode) {
   }
 }
 
+TEST(Hpp, SavedCodesSizeIsTheAbis) {
+  EXPECT_EQ(saved_codes_size(Layer().problem), 0u);  // the CPU keeps none
+  const Error dim = thrown([] { saved_codes_size(Problem(1, 1, 1, 8, 8, 63)); });
+  EXPECT_EQ(dim.status(), Status::unsupported);
+}
+
 TEST(Hpp, SavedMayBeMoved) {
   Layer layer;
   layer.problem.mode(Mode::onepass);

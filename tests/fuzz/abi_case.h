@@ -192,7 +192,7 @@ inline Case::Case(FuzzedDataProvider& fuzz) {
   forward.v = v.view;
   forward.o = o.view;
   if (fuzz.ConsumeBool()) forward.lse = lse.data();
-  forward.saved = {reference.data(), sum.data(), {}};
+  forward.saved = {reference.data(), sum.data(), {}, nullptr, 0};
   if (p.mode == DMATTN_ONEPASS) forward.saved.o_low = o_low.view;
 
   backward.struct_size = sizeof backward;

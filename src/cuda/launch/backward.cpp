@@ -1,5 +1,6 @@
-// Backward: [tables] -> K, V pack -> Q pack -> dO, q pack -> [delta, matched] -> for each range of KV heads, of
-// keys, of their groups' query heads, ascending: dK, dV and dS -> dQ. delta: the same up to its kernel.
+// Backward: [tables] -> [K, V pack -> Q pack, unless the forward left their codes] -> dO, q pack -> [delta, matched] ->
+// for each range of KV heads, of keys, of their groups' query heads, ascending: dK, dV and dS -> dQ. delta: the same up
+// to its kernel.
 #include <utility>
 
 #include "cuda/backend.h"
@@ -84,8 +85,10 @@ void queue_chunk(const Call& call, const HeadRange& kv_heads, const HeadRange& g
 
 Call make_call(const Problem& problem, const dmattn_backward_args& args) {
   const Launch launch = launch_on(problem);
-  BackwardPlan plan = plan_backward(problem, launch.multiprocessors, args.workspace);
+  const bool kept = keeps_codes(problem, args.saved);
+  BackwardPlan plan = plan_backward(problem, launch.multiprocessors, args.workspace, kept ? args.saved.codes : nullptr);
   check_workspace(problem, args.workspace, args.workspace_bytes, plan.bytes);
+  if (kept) check_codes(problem, args.saved, plan.codes_bytes);
   return {problem, args, launch, std::move(plan)};
 }
 
@@ -94,15 +97,18 @@ bool has_no_rows(const Problem& problem) { return problem.batch == 0 || (problem
 // All operands, and delta' of the mode: what dmattn_delta stops after.
 void queue_backward_operands(const Launch& launch, const Problem& problem, const dmattn_backward_args& args,
                              const BackwardPlan& plan) {
-  const TensorView k = tensor_view(problem, args.k, false, "k");
-  const TensorView v = tensor_view(problem, args.v, false, "v");
+  const bool kept = keeps_codes(problem, args.saved);
+  const TensorView k = kept ? TensorView{} : tensor_view(problem, args.k, false, "k");
+  const TensorView v = kept ? TensorView{} : tensor_view(problem, args.v, false, "v");
   GradientInput input = gradient_input(problem, args);
   const bool own_kernel = input.rule == DeltaRule::matched && input.delta == nullptr;
   if (own_kernel) input.delta_out = nullptr;  // the delta kernel writes it
 
   queue_tables(launch, problem, plan.shape, plan.tables);
-  queue_keys(launch, problem, plan.shape, k, v, plan.keys);
-  queue_queries(launch, plan.shape, input.q, k, plan.keys, plan.queries);
+  if (!kept) {
+    queue_keys(launch, problem, plan.shape, k, v, plan.keys);
+    queue_queries(launch, plan.shape, input.q, k, plan.keys, plan.queries);
+  }
   check_cuda(launch_gradient_pack(launch, plan.shape, input, plan.keys, plan.gradients), "launch of the dO and q pack");
   if (own_kernel)
     check_cuda(launch_delta(launch, plan.shape, plan.keys, plan.queries, plan.gradients, args.delta_out),

@@ -94,14 +94,11 @@ void check_device_pointer(const Problem& problem, const void* pointer, const cha
                                    attributes.device));
 }
 
-void check_workspace(const Problem& problem, const void* workspace, size_t bytes, size_t needed) {
-  if (bytes < needed)
-    throw InvalidValue(fmt::format("args.workspace_bytes: expected at least {}, got {}", needed, bytes));
+void check_memory(const Problem& problem, const void* memory, size_t bytes, size_t needed, const std::string& name) {
+  if (bytes < needed) throw InvalidValue(fmt::format("{}_bytes: expected at least {}, got {}", name, needed, bytes));
   if (needed == 0) return;
-  check_pointer(workspace, "args.workspace");
-  if (reinterpret_cast<uintptr_t>(workspace) % Layout::kAlignment != 0)
-    throw InvalidValue(fmt::format("args.workspace: expected an address aligned to {} bytes", Layout::kAlignment));
-  check_device_pointer(problem, workspace, "args.workspace");
+  check_pointer(memory, name);
+  check_device_pointer(problem, memory, name.c_str(), Layout::kAlignment);
 }
 
 }  // namespace dmattn::cuda

@@ -37,7 +37,13 @@ class CurrentDevice {
 // NULL passes: whether a pointer may be missing is checked elsewhere.
 void check_device_pointer(const Problem& problem, const void* pointer, const char* name, size_t alignment = 4);
 
-// The workspace of a call that needs `needed` bytes.
-void check_workspace(const Problem& problem, const void* workspace, size_t bytes, size_t needed);
+// Memory that the caller brings for `needed` bytes of pieces (Layout): `name` is its pointer, `name`_bytes its size.
+void check_memory(const Problem& problem, const void* memory, size_t bytes, size_t needed, const std::string& name);
+inline void check_workspace(const Problem& problem, const void* workspace, size_t bytes, size_t needed) {
+  check_memory(problem, workspace, bytes, needed, "args.workspace");
+}
+inline void check_codes(const Problem& problem, const dmattn_saved& saved, size_t needed) {
+  check_memory(problem, saved.codes, saved.codes_bytes, needed, "saved.codes");
+}
 
 }  // namespace dmattn::cuda

@@ -1,4 +1,5 @@
-// Forward: [tables] -> K, V pack -> Q pack -> forward.
+// Forward: [tables] -> K, V pack -> Q pack -> forward. With saved.codes the packs also write what the backward reads of
+// them, and write it there.
 #include "cuda/backend.h"
 #include "cuda/launch/device.h"
 #include "cuda/launch/operands.h"
@@ -6,11 +7,13 @@
 namespace dmattn::cuda {
 
 void forward(const Problem& problem, const dmattn_forward_args& args) {
-  if (problem.row_vector_length() == 0 || problem.batch == 0) return;  // no rows of O
+  const bool keeps = keeps_codes(problem, args.saved), has_rows = problem.row_vector_length() > 0;
+  if (problem.batch == 0 || (!has_rows && !keeps)) return;  // no rows of O; a backward would still read K's codes
   const Launch launch = launch_on(problem);
   const CurrentDevice current(problem.device_index);
-  ForwardPlan plan = plan_forward(problem, args.workspace);
+  ForwardPlan plan = plan_forward(problem, args.workspace, keeps ? args.saved.codes : nullptr);
   check_workspace(problem, args.workspace, args.workspace_bytes, plan.bytes);
+  if (keeps) check_codes(problem, args.saved, plan.codes_bytes);
   const TensorView q = tensor_view(problem, args.q, true, "q");
   const TensorView k = tensor_view(problem, args.k, false, "k");
   const TensorView v = tensor_view(problem, args.v, false, "v");
@@ -30,6 +33,7 @@ void forward(const Problem& problem, const dmattn_forward_args& args) {
   queue_tables(launch, problem, plan.shape, plan.tables);
   queue_keys(launch, problem, plan.shape, k, v, plan.keys);
   queue_queries(launch, plan.shape, q, k, plan.keys, plan.queries);
+  if (!has_rows) return;
   check_cuda(launch_forward(launch, plan.shape, plan.keys, plan.queries, output), "launch of the forward kernel");
 }
 

@@ -37,34 +37,30 @@ uint8_t* take_images(Layout& layout, int64_t heads, int64_t blocks, int64_t dim)
   return layout.take<uint8_t>({heads, blocks, kBlockRows, dim});
 }
 
-KeyCodes take_keys(Layout& layout, const Problem& problem, const Shape& shape, bool backward) {
-  const int64_t heads = problem.kv_heads, blocks = shape.sequences.k_blocks, dim = problem.head_dim;
-  KeyCodes keys{};
-  keys.k = take_images(layout, heads, blocks, dim);
+// What the packs leave for the kernels after them, all that a backward reads of K, V and Q among it: the one order of
+// saved.codes, and of those pieces in a workspace.
+void take_codes(Layout& layout, const Problem& problem, const Shape& shape, bool backward, KeyCodes& keys,
+                QueryCodes& queries) {
+  const int64_t k_blocks = shape.sequences.k_blocks, q_blocks = shape.sequences.q_blocks, dim = problem.head_dim;
+  keys.k = take_images(layout, problem.kv_heads, k_blocks, dim);
   if (backward) {
-    keys.k_t = take_images(layout, heads, blocks, dim);
-    keys.v = take_images(layout, heads, blocks, dim);
-  } else {
-    keys.v_t = take_images(layout, heads, blocks, dim);
+    keys.k_t = take_images(layout, problem.kv_heads, k_blocks, dim);
+    keys.v = take_images(layout, problem.kv_heads, k_blocks, dim);
   }
-  keys.k_scale = layout.take<float>({heads, blocks, kHalves});
-  keys.v_scale = layout.take<float>({heads, blocks, kHalves});
-  keys.k_mean = layout.take<float>({heads, problem.batch, dim});
-  keys.k_partial = layout.take<float>({heads, blocks, kHalves, dim});
-  return keys;
+  keys.k_scale = layout.take<float>({problem.kv_heads, k_blocks, kHalves});
+  keys.v_scale = layout.take<float>({problem.kv_heads, k_blocks, kHalves});
+  keys.k_mean = layout.take<float>({problem.kv_heads, problem.batch, dim});
+  queries.q = take_images(layout, problem.q_heads, q_blocks, dim);
+  queries.q_scale = layout.take<float>({problem.q_heads, q_blocks});
+  queries.bias = layout.take<float>({problem.q_heads, shape.mean_blocks_max, k_blocks, kBlockRows});
 }
 
-QueryCodes take_queries(Layout& layout, const Problem& problem, const Shape& shape, bool backward) {
-  const int64_t heads = problem.q_heads, blocks = shape.sequences.q_blocks, means = shape.mean_blocks_max;
-  const int64_t k_blocks = shape.sequences.k_blocks;
-  QueryCodes queries{};
-  queries.q = take_images(layout, heads, blocks, problem.head_dim);
-  queries.q_scale = layout.take<float>({heads, blocks});
-  queries.mean = layout.take<float>({heads, problem.batch, means, problem.head_dim});
-  queries.bias = layout.take<float>({heads, means, k_blocks, kBlockRows});
-  queries.bias_amax = layout.take<float>({heads, means, k_blocks, kHalves});
-  if (!backward) queries.mean_dot = layout.take<float>({heads, blocks, kBlockRows});
-  return queries;
+// What the packs leave for one another alone.
+void take_scratch(Layout& layout, const Problem& problem, const Shape& shape, KeyCodes& keys, QueryCodes& queries) {
+  const int64_t k_blocks = shape.sequences.k_blocks, means = shape.mean_blocks_max;
+  keys.k_partial = layout.take<float>({problem.kv_heads, k_blocks, kHalves, problem.head_dim});
+  queries.mean = layout.take<float>({problem.q_heads, problem.batch, means, problem.head_dim});
+  queries.bias_amax = layout.take<float>({problem.q_heads, means, k_blocks, kHalves});
 }
 
 GradientCodes take_gradients(Layout& layout, const Problem& problem, const Shape& shape) {
@@ -143,24 +139,36 @@ DsShape ds_shape(const Problem& problem, const Shape& shape, int64_t multiproces
           multiprocessors};
 }
 
-ForwardPlan plan_forward(const Problem& problem, void* workspace) {
-  Layout layout(workspace);
+ForwardPlan plan_forward(const Problem& problem, void* workspace, void* codes) {
+  Layout layout(workspace), kept(codes);
   ForwardPlan plan{};
   plan.tables = take_tables(layout, problem, kernel_shape(problem, {}));
   plan.shape = kernel_shape(problem, plan.tables);
-  plan.keys = take_keys(layout, problem, plan.shape, false);
-  plan.queries = take_queries(layout, problem, plan.shape, false);
+  const bool keeps = codes != nullptr;
+  take_codes(keeps ? kept : layout, problem, plan.shape, keeps, plan.keys, plan.queries);
+  plan.keys.v_t = take_images(layout, problem.kv_heads, plan.shape.sequences.k_blocks, problem.head_dim);
+  take_scratch(layout, problem, plan.shape, plan.keys, plan.queries);
+  plan.queries.mean_dot = layout.take<float>({problem.q_heads, plan.shape.sequences.q_blocks, kBlockRows});
   plan.bytes = layout.bytes();
+  plan.codes_bytes = kept.bytes();
   return plan;
 }
 
-BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void* workspace) {
-  Layout layout(workspace);
+size_t saved_codes_bytes(const Problem& problem) {
+  Layout layout(nullptr);
+  KeyCodes keys{};
+  QueryCodes queries{};
+  take_codes(layout, problem, kernel_shape(problem, {}), true, keys, queries);
+  return layout.bytes();
+}
+
+BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void* workspace, void* codes) {
+  Layout layout(workspace), kept(codes);
   BackwardPlan plan{};
   plan.tables = take_tables(layout, problem, kernel_shape(problem, {}));
   plan.shape = kernel_shape(problem, plan.tables);
-  plan.keys = take_keys(layout, problem, plan.shape, true);
-  plan.queries = take_queries(layout, problem, plan.shape, true);
+  take_codes(codes ? kept : layout, problem, plan.shape, true, plan.keys, plan.queries);
+  if (!codes) take_scratch(layout, problem, plan.shape, plan.keys, plan.queries);
   plan.gradients = take_gradients(layout, problem, plan.shape);
   plan.chunks = plan_chunks(ds_shape(problem, plan.shape, multiprocessors), problem.workspace_cap);
   plan.ds_codes = layout.take<uint8_t>({static_cast<int64_t>(plan.chunks.code_bytes())});
@@ -174,6 +182,7 @@ BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void
     plan.query_partial = layout.take<float>(
         {plan.chunks.most_kv_heads() * problem.group(), plan.shape.sequences.q_blocks, kBlockRows, problem.head_dim});
   plan.bytes = layout.bytes();
+  plan.codes_bytes = kept.bytes();
   return plan;
 }
 

@@ -1,5 +1,5 @@
-// Where everything lies in the caller's workspace. The same walk counts the bytes (null base) and hands out the pieces.
-// Plain C++: it sees addresses, never memory.
+// Where everything lies in the caller's workspace, and in the codes that a forward leaves for its backward. The same
+// walk counts the bytes (null base) and hands out the pieces. Plain C++: it sees addresses, never memory.
 #pragma once
 
 #include <initializer_list>
@@ -38,7 +38,7 @@ struct ForwardPlan {
   Tables tables;
   KeyCodes keys;
   QueryCodes queries;
-  size_t bytes;
+  size_t bytes, codes_bytes;  // of the workspace; of the caller's codes, 0 without them
 };
 
 struct BackwardPlan {
@@ -51,8 +51,8 @@ struct BackwardPlan {
   uint8_t* ds_codes;
   float* ds_scale;
   float* key_partial;
-  float* query_partial;  // of the groups of one chunk's KV heads; null where no chunk splits the keys
-  size_t bytes;
+  float* query_partial;       // of the groups of one chunk's KV heads; null where no chunk splits the keys
+  size_t bytes, codes_bytes;  // as above
 };
 
 // The problem as the kernels see it; `tables` may be all null.
@@ -60,8 +60,10 @@ Shape kernel_shape(const Problem& problem, const Tables& tables);
 int64_t mean_blocks(const Problem& problem);  // of one sequence, if Q were centred
 DsShape ds_shape(const Problem& problem, const Shape& shape, int64_t multiprocessors);
 
-ForwardPlan plan_forward(const Problem& problem, void* workspace);
+// codes: the caller's saved.codes. Where it is null, what the packs write lies in the workspace.
+ForwardPlan plan_forward(const Problem& problem, void* workspace, void* codes = nullptr);
 // multiprocessors: of the GPU.
-BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void* workspace);
+BackwardPlan plan_backward(const Problem& problem, int64_t multiprocessors, void* workspace, void* codes = nullptr);
+size_t saved_codes_bytes(const Problem& problem);
 
 }  // namespace dmattn::cuda
