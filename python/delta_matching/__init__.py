@@ -2,8 +2,8 @@
 
 ``dm_attn_func`` and ``dm_attn_varlen_func`` are attention on Torch tensors; ``probe`` measures what FP8 does to a
 layer, on Torch tensors or NumPy arrays, or to a model while it trains; ``version`` and ``numerics_version`` describe
-the shared library; ``set_workspace_cap`` limits what the backward holds on a GPU. Without Torch the attention functions
-say that it is missing, and the others work.
+the shared library; ``set_workspace_cap`` limits what the backward holds on a GPU, ``set_save_codes`` says what the
+forward leaves for it there. Without Torch the attention functions say that it is missing, and the others work.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._library import device_available, numerics_version, version
 from ._probe import probe
+from ._saved_codes import save_codes, set_save_codes
 from ._workspace import set_workspace_cap, workspace_cap
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "dm_attn_varlen_func",
     "numerics_version",
     "probe",
+    "save_codes",
+    "set_save_codes",
     "set_workspace_cap",
     "version",
     "workspace_cap",

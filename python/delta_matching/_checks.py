@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library, _saved_codes
 
 _LAYOUT = {4: "[batch, length, heads, head_dim]", 3: "[total, heads, head_dim] with cu_seqlens"}
 
@@ -127,6 +127,21 @@ def check_backward(
     for name, tensor in (("d_o", d_o), ("o", o), ("reference", reference), ("sum", total), ("o_low", o_low)):
         if tensor.device != q.device:
             raise RuntimeError(f"{name} is on {tensor.device}, q on {q.device}: expected one device")
+
+
+def check_codes(codes: Tensor, q: Tensor) -> None:
+    """Check the form of what a forward left; the library asks for the bytes.
+
+    Errors: TypeError for a dtype, ValueError for a shape, RuntimeError for a device that keeps none, or another one.
+    """
+    if q.device.type not in (*_saved_codes.KEEPERS, "meta"):
+        raise RuntimeError(f"codes: expected tensors on one of {', '.join(_saved_codes.KEEPERS)}, got q on {q.device}")
+    if codes.device != q.device:
+        raise RuntimeError(f"codes is on {codes.device}, q on {q.device}: expected one device")
+    if codes.dtype != torch.uint8:
+        raise TypeError(f"codes: expected torch.uint8, got {codes.dtype}")
+    if codes.dim() != 1:
+        raise ValueError(f"codes: expected one dimension, got shape {_sizes(codes)}")
 
 
 def check_choices(mode: str, numerics: str, centre: str | None) -> None:

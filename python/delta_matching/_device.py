@@ -1,4 +1,5 @@
-"""What a call on a GPU needs beside its tensors: the stream, the workspace, and cu_seqlens on the device.
+"""What a call on a GPU needs beside its tensors: the stream, the workspace, memory for the codes that a forward leaves,
+and cu_seqlens on the device.
 
 CPU tensors need none of it. Nothing waits for the device but the first look at the values of cu_seqlens that lie there
 (:func:`offsets_on_device`), and nothing does while a CUDA graph is captured.
@@ -54,27 +55,48 @@ class Workspace(NamedTuple):
 
 _NO_WORKSPACE = Workspace(None, None, 0)
 
+
+class _Sizes(NamedTuple):
+    forward: int
+    backward: int
+    codes: int
+
+
 # What the library answered, by all that the answer depends on. A layer asks the same in every call.
-_sizes: dict[Hashable, tuple[int, int]] = {}
+_sizes: dict[Hashable, _Sizes] = {}
 _MOST_SIZES = 1024
 
 
-def workspace(problem: _library.Problem, call: Hashable, device: torch.device, phase: int) -> Workspace:
+def _sizes_of(problem: _library.Problem, call: Hashable) -> _Sizes:
+    key = (call, problem.device, problem.device_index, problem.workspace_cap, problem.max_q_len, problem.max_k_len)
+    sizes = _sizes.get(key)
+    if sizes is None:
+        if len(_sizes) >= _MOST_SIZES:
+            _sizes.clear()  # lengths that change all the time
+        sizes = _sizes[key] = _Sizes(*_library.workspace_size(problem), _library.saved_codes_size(problem))
+    return sizes
+
+
+def saved_codes(problem: _library.Problem, call: Hashable, device: torch.device) -> Tensor:
+    """Memory for the codes that a forward of ``problem`` leaves on ``device``: uint8 ``[bytes]``. ``call``: as for
+    :func:`workspace`."""
+    return torch.empty(_sizes_of(problem, call).codes, dtype=torch.uint8, device=device)
+
+
+def workspace(
+    problem: _library.Problem, call: Hashable, device: torch.device, phase: int, has_codes: bool = False
+) -> Workspace:
     """What ``problem`` needs on ``device``, from Torch's allocator; nothing for CPU tensors.
 
     Args:
         call: the shape and the options of ``problem``: all of it but the device, its limits and pointers.
         phase: 0 for the forward, 1 for the backward.
+        has_codes: the call gets saved codes, which a backward then needs no room for.
     """
     if device.type != "cuda":
         return _NO_WORKSPACE
-    key = (call, problem.device_index, problem.workspace_cap, problem.max_q_len, problem.max_k_len)
-    sizes = _sizes.get(key)
-    if sizes is None:
-        if len(_sizes) >= _MOST_SIZES:
-            _sizes.clear()  # lengths that change all the time
-        sizes = _sizes[key] = _library.workspace_size(problem)
-    nbytes = sizes[phase]
+    sizes = _sizes_of(problem, call)
+    nbytes = sizes.forward if phase == 0 else sizes.backward - (sizes.codes if has_codes else 0)
     if nbytes == 0:
         return _NO_WORKSPACE
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)

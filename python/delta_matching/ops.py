@@ -1,6 +1,8 @@
-"""Torch operators ``delta_matching::forward`` and ``delta_matching::backward`` (torch.library).
+"""Torch operators ``delta_matching::forward``, ``delta_matching::backward`` and ``delta_matching::backward_from_codes``
+(torch.library). The last follows an eager forward on a GPU, which leaves codes in place of k and v
+(:mod:`._saved_codes`).
 
-Both are functional: they read their inputs and return new, contiguous tensors, so they trace, checkpoint and replay
+All are functional: they read their inputs and return new, contiguous tensors, so they trace, checkpoint and replay
 without side effects. The real kernels run the shared library on CPU tensors, or queue its kernels on the current stream
 of the tensors' GPU; the fake kernels allocate through the same functions as the real ones, so sizes, dtypes and strides
 cannot drift apart. Inductor's cache on disk does not see a fake kernel: a change of an output's shape needs another
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from . import _checks, _device, _library, _record, _workspace
+from . import _checks, _device, _library, _record, _saved_codes, _workspace
 from ._checks import Shape
 from ._device import Offsets
 
@@ -117,11 +120,13 @@ def _allocate_forward(q: Tensor, shape: Shape, mode: str) -> _ForwardOutputs:
     return _ForwardOutputs(o, lse, reference, total, o_low)
 
 
-def _saved(reference: Tensor, total: Tensor, o_low: Tensor, mode: str) -> _library.Saved:
+def _saved(reference: Tensor, total: Tensor, o_low: Tensor, codes: Tensor | None, mode: str) -> _library.Saved:
     return _library.Saved(
         reference=reference.data_ptr(),
         sum=total.data_ptr(),
         o_low=_argument(o_low) if mode == "onepass" else _library.TensorArg(),
+        codes=None if codes is None else codes.data_ptr(),
+        codes_bytes=0 if codes is None else codes.shape[0],
     )
 
 
@@ -148,6 +153,51 @@ def _clear_forward_padding(out: _ForwardOutputs, side: Offsets) -> None:
     _clear_padding(out.sum, 2, side)
 
 
+def _run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+    *,
+    keeps_codes: bool = False,
+) -> tuple[_ForwardOutputs, Tensor | None]:
+    """The forward operator's outputs, and the codes for :func:`_backward_from_codes` if the caller keeps them."""
+    shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    _checks.check_device(q.device, numerics)
+    with _device.current(q.device):
+        offsets = _offsets(cu_seqlens_q, cu_seqlens_k, shape, q.device, max_seqlen_q, max_seqlen_k)
+        options = (softmax_scale, causal, mode, numerics, centre)
+        problem = _problem(shape, q.device, options, offsets, max_seqlen_q, max_seqlen_k)
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        out = _allocate_forward(q, shape, mode)
+        if offsets is not None:
+            _clear_forward_padding(out, offsets[0])
+        codes = _device.saved_codes(problem, (shape, options), q.device) if keeps_codes else None
+        workspace = _device.workspace(problem, (shape, options), q.device, 0)
+        args = _library.ForwardArgs(
+            q=_argument(q),
+            k=_argument(k),
+            v=_argument(v),
+            o=_argument(out.o),
+            lse=out.lse.data_ptr(),
+            saved=_saved(out.reference, out.sum, out.o_low, codes, mode),
+            workspace=workspace.pointer,
+            workspace_bytes=workspace.nbytes,
+        )
+        _library.call("forward", problem, ctypes.byref(args))
+    if (record := _record.active) is not None:  # read once: another thread may end it
+        record.forward(out.reference)
+    return out, codes
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -161,32 +211,10 @@ def _forward(
     mode: str,
     numerics: str,
     centre: str | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    _checks.check_device(q.device, numerics)
-    with _device.current(q.device):
-        offsets = _offsets(cu_seqlens_q, cu_seqlens_k, shape, q.device, max_seqlen_q, max_seqlen_k)
-        options = (softmax_scale, causal, mode, numerics, centre)
-        problem = _problem(shape, q.device, options, offsets, max_seqlen_q, max_seqlen_k)
-        q, k, v = _rows(q), _rows(k), _rows(v)
-        out = _allocate_forward(q, shape, mode)
-        if offsets is not None:
-            _clear_forward_padding(out, offsets[0])
-        workspace = _device.workspace(problem, (shape, options), q.device, 0)
-        args = _library.ForwardArgs(
-            q=_argument(q),
-            k=_argument(k),
-            v=_argument(v),
-            o=_argument(out.o),
-            lse=out.lse.data_ptr(),
-            saved=_saved(out.reference, out.sum, out.o_low, mode),
-            workspace=workspace.pointer,
-            workspace_bytes=workspace.nbytes,
-        )
-        _library.call("forward", problem, ctypes.byref(args))
-    if (record := _record.active) is not None:  # read once: another thread may end it
-        record.forward(out.reference)
-    return out.o, out.lse, out.reference, out.sum, out.o_low
+) -> tuple[Tensor, ...]:
+    options = (softmax_scale, causal, mode, numerics, centre)
+    out, _ = _run_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+    return tuple(out)
 
 
 def _forward_fake(
@@ -212,6 +240,70 @@ def _forward_fake(
     return out.o, out.lse, out.reference, out.sum, out.o_low
 
 
+def _run_backward(
+    d_o: Tensor,
+    q: Tensor,
+    keys: tuple[Tensor, Tensor],
+    codes: Tensor | None,
+    o: Tensor,
+    reference: Tensor,
+    sum: Tensor,
+    o_low: Tensor,
+    offsets: tuple[Tensor | None, Tensor | None],
+    lengths: tuple[int, int],
+    options: tuple[Any, ...],
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``keys``: k and v; with ``codes`` they stand for shapes alone and are not read."""
+    k, v = keys
+    _, _, mode, numerics, _ = options
+    shape = _checks.check_inputs(q, k, v, *offsets)
+    _checks.check_backward(shape, d_o, q, o, reference, sum, o_low, mode)
+    _checks.check_device(q.device, numerics)
+    if codes is not None:
+        _checks.check_codes(codes, q)
+    with _device.current(q.device):
+        # The forward checked the lengths, and autograd refuses tensors that were written to since.
+        sides = _offsets(*offsets, shape, q.device, None, None)
+        problem = _problem(shape, q.device, options, sides, *lengths)
+        # The copies must outlive the call, hence the names.
+        q, o, d_o = _rows(q), _rows(o), _rows(d_o)
+        reference, sum, o_low = reference.contiguous(), sum.contiguous(), _rows(o_low)
+        if codes is None:
+            k, v = _rows(k), _rows(v)
+        elif not codes.is_contiguous() or codes.data_ptr() % _ALIGNMENT != 0:
+            codes = codes.clone(memory_format=torch.contiguous_format)  # a hook of saved tensors has moved them
+        dq, dk, dv = (_allocate_gradient(x, need) for x, need in zip((q, k, v), needed, strict=True))
+        if sides is not None:
+            for gradient, side in ((dq, sides[0]), (dk, sides[1]), (dv, sides[1])):
+                if gradient.dim() > 1:
+                    _clear_padding(gradient, 0, side)
+        workspace = _device.workspace(problem, (shape, options), q.device, 1, codes is not None)
+        args = _library.BackwardArgs(
+            q=_argument(q),
+            k=_argument(k) if codes is None else _library.TensorArg(),
+            v=_argument(v) if codes is None else _library.TensorArg(),
+            o=_argument(o),
+            d_o=_argument(d_o),
+            saved=_saved(reference, sum, o_low, codes, mode),
+            # A null pointer leaves the gradient out.
+            dq=_argument(dq) if needed[0] else _library.TensorArg(),
+            dk=_argument(dk) if needed[1] else _library.TensorArg(),
+            dv=_argument(dv) if needed[2] else _library.TensorArg(),
+            workspace=workspace.pointer,
+            workspace_bytes=workspace.nbytes,
+        )
+        _library.call("backward", problem, ctypes.byref(args))
+    # While something records, no forward leaves codes (_keeps_codes): this one ran before, and has nothing to show.
+    if codes is None and (record := _record.active) is not None:
+        record.backward(_record.Call(q, k, v, d_o, reference, *offsets, *options))
+    return dq, dk, dv
+
+
+# What the library asks of saved.codes; Torch's allocator gives it.
+_ALIGNMENT = 256
+
+
 def _backward(
     d_o: Tensor,
     q: Tensor,
@@ -234,41 +326,20 @@ def _backward(
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    _checks.check_backward(shape, d_o, q, o, reference, sum, o_low, mode)
-    _checks.check_device(q.device, numerics)
-    with _device.current(q.device):
-        # The forward checked the lengths, and autograd refuses tensors that were written to since.
-        offsets = _offsets(cu_seqlens_q, cu_seqlens_k, shape, q.device, None, None)
-        options = (softmax_scale, causal, mode, numerics, centre)
-        problem = _problem(shape, q.device, options, offsets, max_seqlen_q, max_seqlen_k)
-        # The copies must outlive the call, hence the names.
-        q, k, v, o, d_o = _rows(q), _rows(k), _rows(v), _rows(o), _rows(d_o)
-        reference, sum, o_low = reference.contiguous(), sum.contiguous(), _rows(o_low)
-        dq, dk, dv = _allocate_gradient(q, need_dq), _allocate_gradient(k, need_dk), _allocate_gradient(v, need_dv)
-        if offsets is not None:
-            for gradient, side in ((dq, offsets[0]), (dk, offsets[1]), (dv, offsets[1])):
-                if gradient.dim() > 1:
-                    _clear_padding(gradient, 0, side)
-        workspace = _device.workspace(problem, (shape, options), q.device, 1)
-        args = _library.BackwardArgs(
-            q=_argument(q),
-            k=_argument(k),
-            v=_argument(v),
-            o=_argument(o),
-            d_o=_argument(d_o),
-            saved=_saved(reference, sum, o_low, mode),
-            # A null pointer leaves the gradient out.
-            dq=_argument(dq) if need_dq else _library.TensorArg(),
-            dk=_argument(dk) if need_dk else _library.TensorArg(),
-            dv=_argument(dv) if need_dv else _library.TensorArg(),
-            workspace=workspace.pointer,
-            workspace_bytes=workspace.nbytes,
-        )
-        _library.call("backward", problem, ctypes.byref(args))
-    if (record := _record.active) is not None:
-        record.backward(_record.Call(q, k, v, d_o, reference, cu_seqlens_q, cu_seqlens_k, *options))
-    return dq, dk, dv
+    return _run_backward(
+        d_o,
+        q,
+        (k, v),
+        None,
+        o,
+        reference,
+        sum,
+        o_low,
+        (cu_seqlens_q, cu_seqlens_k),
+        (max_seqlen_q, max_seqlen_k),
+        (softmax_scale, causal, mode, numerics, centre),
+        (need_dq, need_dk, need_dv),
+    )
 
 
 def _backward_fake(
@@ -298,7 +369,84 @@ def _backward_fake(
     return _allocate_gradient(q, need_dq), _allocate_gradient(k, need_dk), _allocate_gradient(v, need_dv)
 
 
-def _forward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keys_of(q: Tensor, k_len: int, kv_heads: int) -> Tensor:
+    """A tensor of k's shape without its memory."""
+    return q.new_empty(()).expand((*q.shape[:-3], k_len, kv_heads, q.shape[-1]))
+
+
+def _backward_from_codes(
+    d_o: Tensor,
+    q: Tensor,
+    codes: Tensor,
+    o: Tensor,
+    reference: Tensor,
+    sum: Tensor,
+    o_low: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    k_len: int,
+    kv_heads: int,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = _keys_of(q, k_len, kv_heads)
+    return _run_backward(
+        d_o,
+        q,
+        (keys, keys),
+        codes,
+        o,
+        reference,
+        sum,
+        o_low,
+        (cu_seqlens_q, cu_seqlens_k),
+        (max_seqlen_q, max_seqlen_k),
+        (softmax_scale, causal, mode, numerics, centre),
+        (need_dq, need_dk, need_dv),
+    )
+
+
+def _backward_from_codes_fake(
+    d_o: Tensor,
+    q: Tensor,
+    codes: Tensor,
+    o: Tensor,
+    reference: Tensor,
+    sum: Tensor,
+    o_low: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    k_len: int,
+    kv_heads: int,
+    softmax_scale: float | None,
+    causal: bool,
+    mode: str,
+    numerics: str,
+    centre: str | None,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys = _keys_of(q, k_len, kv_heads)
+    shape = _checks.check_inputs(q, keys, keys, cu_seqlens_q, cu_seqlens_k)
+    _checks.check_backward(shape, d_o, q, o, reference, sum, o_low, mode)
+    _checks.check_codes(codes, q)
+    return _allocate_gradient(q, need_dq), _allocate_gradient(keys, need_dk), _allocate_gradient(keys, need_dv)
+
+
+def _forward_setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], codes: Tensor | None = None
+) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *lengths = inputs[:7]
     ctx.lengths, ctx.options = lengths, inputs[7:]
     o, lse, reference, total, o_low = output
@@ -306,7 +454,12 @@ def _forward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
     ctx.set_materialize_grads(False)
     # lse leaves through lse_out below, which refuses its gradient; the other three never leave.
     ctx.mark_non_differentiable(lse, reference, total, o_low)
-    ctx.save_for_backward(q, k, v, o, reference, total, o_low, cu_seqlens_q, cu_seqlens_k)
+    if codes is None:
+        ctx.keys = ()
+        ctx.save_for_backward(q, k, v, o, reference, total, o_low, cu_seqlens_q, cu_seqlens_k)
+    else:
+        ctx.keys = k.shape[-3:-1]
+        ctx.save_for_backward(q, codes, o, reference, total, o_low, cu_seqlens_q, cu_seqlens_k)
 
 
 def _forward_backward(ctx: Any, d_o: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -317,8 +470,12 @@ def _forward_backward(ctx: Any, d_o: Tensor | None, *_: None) -> tuple[Tensor | 
     tensors = (d_o, *ctx.saved_tensors)
     # With gradients on somebody wants to differentiate again, which is the operator's to refuse.
     direct = not torch.is_grad_enabled() and _nobody_watches(tensors)
-    backward = _backward if direct else torch.ops.delta_matching.backward.default
-    gradients = backward(*tensors, *ctx.options, *needed, *ctx.lengths)
+    backward: Callable[..., tuple[Tensor, ...]]
+    if ctx.keys:
+        backward = _backward_from_codes if direct else torch.ops.delta_matching.backward_from_codes.default
+    else:
+        backward = _backward if direct else torch.ops.delta_matching.backward.default
+    gradients = backward(*tensors, *ctx.keys, *ctx.options, *needed, *ctx.lengths)
     return (*(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *no_gradient)
 
 
@@ -356,6 +513,11 @@ def forward_without_graph(*inputs: Any) -> tuple[Tensor, ...]:
     return outputs
 
 
+def _keeps_codes(device: torch.device) -> bool:
+    """Whether a forward called directly leaves codes. A recorder wants to see k and v in the backward."""
+    return device.type in _saved_codes.KEEPERS and _record.active is None and _saved_codes.save_codes()
+
+
 class Differentiable(torch.autograd.Function):
     """The forward operator with the gradient that is registered for it, for plain eager calls: the wrapper that
     torch.library builds reads the operator's schema anew in every call, which takes longer than the rest together."""
@@ -363,9 +525,13 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # Gradients are off in here, so the operator adds no graph of its own.
-        output = forward_without_graph(*inputs)
-        _forward_setup_context(ctx, inputs, output)
-        return output
+        codes: Tensor | None = None
+        if _nobody_watches(inputs[:5]):
+            output, codes = _run_forward(*inputs, keeps_codes=_keeps_codes(inputs[0].device))
+        else:
+            output = torch.ops.delta_matching.forward.default(*inputs)
+        _forward_setup_context(ctx, inputs, output, codes)
+        return tuple(output)
 
     backward = staticmethod(_forward_backward)
 
@@ -438,11 +604,19 @@ _BACKWARD_SCHEMA = (
     "-> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
+_BACKWARD_FROM_CODES_SCHEMA = (
+    "backward_from_codes(Tensor d_o, Tensor q, Tensor codes, Tensor o, Tensor reference, Tensor sum, Tensor o_low, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt k_len, SymInt kv_heads, float? softmax_scale, bool causal, "
+    "str mode, str numerics, str? centre, bool need_dq, bool need_dk, bool need_dv, SymInt max_seqlen_q=0, "
+    "SymInt max_seqlen_k=0) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
 
 def _register() -> None:
     operators = (
         (_FORWARD_SCHEMA, _forward, _forward_fake),
         (_BACKWARD_SCHEMA, _backward, _backward_fake),
+        (_BACKWARD_FROM_CODES_SCHEMA, _backward_from_codes, _backward_from_codes_fake),
         ("lse_out(Tensor lse, Tensor o) -> Tensor", _lse_out, _lse_out_fake),
         ("refuse_lse_gradient(Tensor d_lse) -> Tensor", _refuse_lse_gradient, _refuse_lse_gradient_fake),
     )
@@ -455,6 +629,7 @@ def _register() -> None:
     for name, backward, setup_context in (
         ("forward", _forward_backward, _forward_setup_context),
         ("backward", _refuse_double_backward, _backward_setup_context),
+        ("backward_from_codes", _refuse_double_backward, _backward_setup_context),
         ("lse_out", _lse_out_backward, _lse_out_setup_context),
     ):
         torch.library.register_autograd(
