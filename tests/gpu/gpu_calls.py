@@ -210,9 +210,10 @@ class Saved(NamedTuple):
     reference: Tensor
     sum: Tensor
     o_low: Tensor | None
+    codes: Tensor | None = None  # belong to their device
 
     def to(self, device: torch.device | str) -> Saved:
-        return Saved(*(None if x is None else x.to(device) for x in self))
+        return Saved(*(None if x is None else x.to(device) for x in self[:5]))
 
 
 class Gradients(NamedTuple):
@@ -239,6 +240,10 @@ def _workspace(out: Poisoned, nbytes: int) -> dict[str, Any]:
     return dict(workspace=out.empty((nbytes,), torch.uint8).data_ptr(), workspace_bytes=nbytes)
 
 
+def _codes(saved: Saved) -> tuple[int | None, int]:
+    return (None, 0) if saved.codes is None else (saved.codes.data_ptr(), saved.codes.shape[0])
+
+
 def forward(
     case: Case,
     x: Inputs,
@@ -246,9 +251,11 @@ def forward(
     low: bool = True,
     offsets: tuple[Tensor, Tensor] | None = None,
     check: bool = True,
+    codes: bool = False,
 ) -> Saved:
     """``x`` on ``device``, any strides; ``low``: in onepass, ask for O's remainder; ``offsets``: other cu_seqlens than
-    the case's; ``check``: look at the guards, which waits for the GPU."""
+    the case's; ``check``: look at the guards, which waits for the GPU; ``codes``: leave them, for a backward that then
+    gets neither k nor v."""
     out = Poisoned(device)
     wants_low = low and case.mode == "onepass"
     saved = Saved(
@@ -259,13 +266,15 @@ def forward(
         out.empty(case.q_shape, torch.bfloat16) if wants_low else None,
     )
     call = problem_of(case, device, offsets=offsets)
+    if codes:
+        saved = saved._replace(codes=out.empty((_library.saved_codes_size(call.problem),), torch.uint8))
     args = _library.ForwardArgs(
         q=argument(x.q),
         k=argument(x.k),
         v=argument(x.v),
         o=argument(saved.o),
         lse=pointer(saved.lse),
-        saved=_library.Saved(pointer(saved.reference), pointer(saved.sum), argument(saved.o_low)),
+        saved=_library.Saved(pointer(saved.reference), pointer(saved.sum), argument(saved.o_low), *_codes(saved)),
         **_workspace(out, _library.workspace_size(call.problem)[0]),
     )
     _library.call("forward", call.problem, ctypes.byref(args))
@@ -297,20 +306,24 @@ def backward(
     gradients = Gradients(dq, dk, dv, out.empty(case.row_vector, torch.float32))
     call = problem_of(case, device, cap, offsets)
     statistics = (None, None) if from_lse else (pointer(saved.reference), pointer(saved.sum))
+    codes = _codes(saved)
+    nbytes = _library.workspace_size(call.problem)[1]
+    if nbytes > 0:  # not on the CPU
+        nbytes -= codes[1]
     args = _library.BackwardArgs(
         q=argument(x.q),
-        k=argument(x.k),
-        v=argument(x.v),
+        k=argument(x.k if saved.codes is None else None),
+        v=argument(x.v if saved.codes is None else None),
         o=argument(saved.o),
         d_o=argument(x.d_o),
         lse=pointer(saved.lse) if from_lse else None,
-        saved=_library.Saved(*statistics, argument(None if from_lse else saved.o_low)),
+        saved=_library.Saved(*statistics, argument(None if from_lse else saved.o_low), *codes),
         delta=pointer(delta),
         delta_out=pointer(gradients.delta),
         dq=argument(dq),
         dk=argument(dk),
         dv=argument(dv),
-        **_workspace(out, _library.workspace_size(call.problem)[1]),
+        **_workspace(out, nbytes),
     )
     _library.call(function, call.problem, ctypes.byref(args))
     if check:
