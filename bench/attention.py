@@ -32,7 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from delta_matching import version
+from delta_matching import dm_attn_func, version
 
 MODES = ("onepass", "matched", "consistent", "stale")
 
@@ -113,28 +113,6 @@ class Contender(abc.ABC):
         return self.name if self.mode is None else f"{self.name} {self.mode}"
 
 
-class DeltaMatching(Contender):
-    """The operators themselves, without autograd around them."""
-
-    name = "delta_matching"
-
-    def __init__(self, mode: str) -> None:
-        import delta_matching.ops  # noqa: F401  (registers the operators)
-
-        self.mode, self.version = mode, version()
-
-    def forward(self, shape: Shape, x: Inputs) -> Any:
-        options = (None, shape.causal, self.mode, "hopper", None)
-        return torch.ops.delta_matching.forward(x.q, x.k, x.v, None, None, 0, 0, *options)
-
-    def backward(self, shape: Shape, x: Inputs, left: Any) -> Any:
-        o, _, *saved = left
-        options = (None, shape.causal, self.mode, "hopper", None)
-        return torch.ops.delta_matching.backward(
-            x.d_o, x.q, x.k, x.v, o, *saved, None, None, *options, True, True, True
-        )
-
-
 class Autograd(Contender):
     """A function of (q, k, v) that autograd differentiates; leaves are made by :meth:`setup`."""
 
@@ -154,6 +132,18 @@ class Autograd(Contender):
 
     def backward(self, shape: Shape, x: Any, left: Any) -> Any:
         return torch.autograd.grad(left, x[0], x[1], retain_graph=True)
+
+
+class DeltaMatching(Autograd):
+    """As users call it: codes go from the forward to the backward unless DELTA_MATCHING_SAVE_CODES=0."""
+
+    name = "delta_matching"
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.version = mode, version()
+
+    def attention(self, shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dm_attn_func(q, k, v, causal=shape.causal, mode=self.mode)
 
 
 class Sdpa(Autograd):

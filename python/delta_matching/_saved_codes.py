@@ -24,7 +24,7 @@ def set_save_codes(save: bool | None) -> None:
     and never changes a bit of the result. It costs memory between forward and backward: 3 bytes per element of k, one
     per element of q, and 4 bytes per mean block of queries (of 128 rows; at most 64 a sequence), key and query head, in
     place of the 4 bytes per element of k that k and v take. Eager calls on plain tensors alone; compiled ones, and
-    those that a mode, a profiler or a live probe watches, keep k and v.
+    those that a dispatch mode or a live probe watches, keep k and v.
 
     A call keeps what was set when its forward ran.
 

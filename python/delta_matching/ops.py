@@ -15,6 +15,7 @@ q_len]`` or ``[q_heads, total_q]``; sum holds two of them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from . import _checks, _device, _library, _record, _saved_codes, _workspace
 from ._checks import Shape
 from ._device import Offsets
+
+_AS_IT_IS = contextlib.nullcontext()
 
 # Kept alive for the life of the process: the operators vanish with it.
 _OPERATORS = torch.library.Library("delta_matching", "DEF")
@@ -483,11 +486,15 @@ def _nobody_watches(tensors: tuple[Any, ...]) -> bool:
     """Whether an operator's function may be called for the operator: plain tensors with memory, the first of them on a
     device that it serves, and no mode, trace or profiler that would have seen it. The way through the dispatcher takes
     a third of the host's time."""
+    return _plain(tensors) and not torch._C._autograd._profiler_enabled()
+
+
+def _plain(tensors: tuple[Any, ...]) -> bool:
+    """As :func:`_nobody_watches`, whatever a profiler does."""
     return (
         tensors[0].device.type in ("cpu", "cuda")
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._get_tracing_state() is None
-        and not torch._C._autograd._profiler_enabled()
         and all(x is None or (type(x) in _PLAIN and not _wrapped(x)) for x in tensors)
     )
 
@@ -513,9 +520,13 @@ def forward_without_graph(*inputs: Any) -> tuple[Tensor, ...]:
     return outputs
 
 
-def _keeps_codes(device: torch.device) -> bool:
-    """Whether a forward called directly leaves codes. A recorder wants to see k and v in the backward."""
-    return device.type in _saved_codes.KEEPERS and _record.active is None and _saved_codes.save_codes()
+def _keeps_codes(tensors: tuple[Any, ...]) -> bool:
+    """Whether the forward of these tensors leaves codes: its operator, for whoever would see that, has no output for
+    them, and a recorder wants to see k and v in the backward."""
+    device = tensors[0].device
+    if device.type not in _saved_codes.KEEPERS or not _saved_codes.save_codes():
+        return False
+    return _record.active is None and _plain(tensors)
 
 
 class Differentiable(torch.autograd.Function):
@@ -525,11 +536,15 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         # Gradients are off in here, so the operator adds no graph of its own.
+        output: tuple[Tensor, ...]
         codes: Tensor | None = None
-        if _nobody_watches(inputs[:5]):
-            output, codes = _run_forward(*inputs, keeps_codes=_keeps_codes(inputs[0].device))
+        if _keeps_codes(inputs[:5]):
+            # A profiler shall see what runs without it, under the operator's name.
+            profiled = torch._C._autograd._profiler_enabled()
+            with torch.autograd.profiler.record_function("delta_matching::forward") if profiled else _AS_IT_IS:
+                output, codes = _run_forward(*inputs, keeps_codes=True)
         else:
-            output = torch.ops.delta_matching.forward.default(*inputs)
+            output = forward_without_graph(*inputs)
         _forward_setup_context(ctx, inputs, output, codes)
         return tuple(output)
 
