@@ -205,7 +205,8 @@ def dm_attn_func(
         q, k and v on one device: the CPU, or a GPU of compute capability 9.0. There the call queues its kernels on the
         tensors' current stream without waiting for them, takes its workspace from Torch's allocator
         (:func:`delta_matching.set_workspace_cap` limits the backward's), can be captured into a CUDA graph, and gives
-        the same bits in every run. They differ from the CPU's within the limits of docs/numerics.md, section 7.
+        the same bits in every run. They differ from the CPU's within the limits of docs/numerics.md, section 7. An
+        eager call keeps FP8 codes for its backward in place of k and v (:func:`delta_matching.set_save_codes`).
 
     Raises:
         TypeError: an input that is not a BF16 tensor (under ``torch.autocast`` FP32 and FP16 are cast), or an argument

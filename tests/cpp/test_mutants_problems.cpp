@@ -71,7 +71,7 @@ struct Grouped {  // 4 query heads on 2 KV heads, two intervals of queries
     args.v = tensor(v, kKvHeads);
     args.o = tensor(o, kHeads);
     args.lse = lse.data();
-    args.saved = {reference.data(), sum.data(), tensor(low, kHeads)};
+    args.saved = {reference.data(), sum.data(), tensor(low, kHeads), nullptr, 0};
     cpu::forward(problem, args);
   }
   void backward(bool saved) {
@@ -82,7 +82,7 @@ struct Grouped {  // 4 query heads on 2 KV heads, two intervals of queries
     args.o = tensor(o, kHeads);
     args.d_o = tensor(d_o, kHeads);
     args.lse = lse.data();
-    if (saved) args.saved = {reference.data(), sum.data(), tensor(low, kHeads)};
+    if (saved) args.saved = {reference.data(), sum.data(), tensor(low, kHeads), nullptr, 0};
     args.delta_out = delta.data();
     args.dq = tensor(dq, kHeads);
     args.dk = tensor(dk, kKvHeads);

@@ -39,6 +39,8 @@ assert dm.version() == dm.__version__ == sys.argv[1], dm.version()
 assert dm.device_available("cpu") and dm.numerics_version() > 0
 dm.set_workspace_cap(1 << 20)
 assert dm.workspace_cap() == 1 << 20
+dm.set_save_codes(False)
+assert not dm.save_codes()
 try:
     dm.dm_attn_func
 except ImportError as error:
