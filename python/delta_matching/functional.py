@@ -6,8 +6,7 @@ Source: docs/method.md (the modes), docs/numerics.md (what is computed).
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -78,15 +77,17 @@ def _refuse_forward_mode(**tensors: Tensor) -> None:
             raise RuntimeError(f"{name} carries a tangent: delta_matching does not support forward-mode derivatives")
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-    """What calls the forward: tracing and transforms want the operator itself, which else costs more time."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, wants_lse: bool) -> tuple[Tensor, ...]:
+    """Calls the forward: tracing and transforms want the operator itself, which else costs more time and makes lse
+    whether it is wanted or not."""
+    outputs: tuple[Tensor, ...]
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        operator: Callable[..., tuple[Tensor, ...]] = torch.ops.delta_matching.forward.default
-        return operator
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        differentiable: Callable[..., tuple[Tensor, ...]] = ops.Differentiable.apply
-        return differentiable
-    return ops.forward_without_graph
+        outputs = torch.ops.delta_matching.forward.default(q, k, v, *arguments)
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        outputs = ops.Differentiable.apply(q, k, v, *arguments, wants_lse)
+    else:
+        outputs = ops.forward_without_graph(q, k, v, *arguments, wants_lse=wants_lse)
+    return outputs
 
 
 def _attention(
@@ -128,7 +129,7 @@ def _attention(
     o: Tensor
     lse: Tensor
     try:
-        o, lse, *_ = _forward(q, k, v)(q, k, v, *arguments)
+        o, lse, *_ = _forward(q, k, v, *arguments, wants_lse=return_lse)
     except RuntimeError as error:
         # torch.library's own words for this speak of a static method that no user of ours has written.
         if "functorch transforms" not in str(error):

@@ -113,10 +113,10 @@ class _ForwardOutputs(NamedTuple):
     o_low: Tensor
 
 
-def _allocate_forward(q: Tensor, shape: Shape, mode: str) -> _ForwardOutputs:
+def _allocate_forward(q: Tensor, shape: Shape, mode: str, wants_lse: bool = True) -> _ForwardOutputs:
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(shape.row_vector, dtype=torch.float32)
-    reference = torch.empty_like(lse)
+    reference = q.new_empty(shape.row_vector, dtype=torch.float32)
+    lse = torch.empty_like(reference) if wants_lse else q.new_empty((0,), dtype=torch.float32)
     total = q.new_empty((2, *shape.row_vector), dtype=torch.float32)  # of unrounded P, then of rounded P
     # Only onepass keeps what rounding O to BF16 left over.
     o_low = torch.empty_like(o) if mode == "onepass" else q.new_empty((0,))
@@ -151,7 +151,8 @@ def _clear_forward_padding(out: _ForwardOutputs, side: Offsets) -> None:
     if out.o_low.dim() > 1:
         _clear_padding(out.o_low, 0, side)
     # A padding row sees no key; its statistics are never read, zero keeps them the same in every run.
-    _clear_padding(out.lse, 1, side, -torch.inf)
+    if out.lse.dim() > 1:
+        _clear_padding(out.lse, 1, side, -torch.inf)
     _clear_padding(out.reference, 1, side)
     _clear_padding(out.sum, 2, side)
 
@@ -171,8 +172,10 @@ def _run_forward(
     centre: str | None,
     *,
     keeps_codes: bool = False,
+    wants_lse: bool = True,
 ) -> tuple[_ForwardOutputs, Tensor | None]:
-    """The forward operator's outputs, and the codes for :func:`_backward_from_codes` if the caller keeps them."""
+    """The forward operator's outputs, and the codes for :func:`_backward_from_codes` if the caller keeps them. Without
+    lse, which is empty then, onepass leaves out the sum that nothing else of it reads."""
     shape = _checks.check_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k)
     _checks.check_device(q.device, numerics)
     with _device.current(q.device):
@@ -180,7 +183,7 @@ def _run_forward(
         options = (softmax_scale, causal, mode, numerics, centre)
         problem = _problem(shape, q.device, options, offsets, max_seqlen_q, max_seqlen_k)
         q, k, v = _rows(q), _rows(k), _rows(v)
-        out = _allocate_forward(q, shape, mode)
+        out = _allocate_forward(q, shape, mode, wants_lse)
         if offsets is not None:
             _clear_forward_padding(out, offsets[0])
         codes = _device.saved_codes(problem, (shape, options), q.device) if keeps_codes else None
@@ -190,7 +193,7 @@ def _run_forward(
             k=_argument(k),
             v=_argument(v),
             o=_argument(out.o),
-            lse=out.lse.data_ptr(),
+            lse=out.lse.data_ptr() if wants_lse else None,
             saved=_saved(out.reference, out.sum, out.o_low, codes, mode),
             workspace=workspace.pointer,
             workspace_bytes=workspace.nbytes,
@@ -513,10 +516,11 @@ def _wrapped(tensor: Tensor) -> bool:
     )
 
 
-def forward_without_graph(*inputs: Any) -> tuple[Tensor, ...]:
-    """The forward operator where nothing is differentiated; its arguments."""
-    outputs: tuple[Tensor, ...]
-    outputs = (_forward if _nobody_watches(inputs[:5]) else torch.ops.delta_matching.forward.default)(*inputs)
+def forward_without_graph(*inputs: Any, wants_lse: bool = True) -> tuple[Tensor, ...]:
+    """The forward operator where nothing is differentiated; its arguments. Without ``wants_lse`` lse may be empty."""
+    if _nobody_watches(inputs[:5]):
+        return tuple(_run_forward(*inputs, wants_lse=wants_lse)[0])
+    outputs: tuple[Tensor, ...] = torch.ops.delta_matching.forward.default(*inputs)
     return outputs
 
 
@@ -531,24 +535,28 @@ def _keeps_codes(tensors: tuple[Any, ...]) -> bool:
 
 class Differentiable(torch.autograd.Function):
     """The forward operator with the gradient that is registered for it, for plain eager calls: the wrapper that
-    torch.library builds reads the operator's schema anew in every call, which takes longer than the rest together."""
+    torch.library builds reads the operator's schema anew in every call, which takes longer than the rest together. Its
+    inputs are the operator's, then whether lse is wanted: else it may be empty."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        *inputs, wants_lse = arguments
         # Gradients are off in here, so the operator adds no graph of its own.
         output: tuple[Tensor, ...]
         codes: Tensor | None = None
-        if _keeps_codes(inputs[:5]):
+        if _keeps_codes(tuple(inputs[:5])):
             # A profiler shall see what runs without it, under the operator's name.
             profiled = torch._C._autograd._profiler_enabled()
             with torch.autograd.profiler.record_function("delta_matching::forward") if profiled else _AS_IT_IS:
-                output, codes = _run_forward(*inputs, keeps_codes=True)
+                output, codes = _run_forward(*inputs, keeps_codes=True, wants_lse=wants_lse)
         else:
-            output = forward_without_graph(*inputs)
-        _forward_setup_context(ctx, inputs, output, codes)
+            output = forward_without_graph(*inputs, wants_lse=wants_lse)
+        _forward_setup_context(ctx, tuple(inputs), output, codes)
         return tuple(output)
 
-    backward = staticmethod(_forward_backward)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*_forward_backward(ctx, gradients[0]), None)
 
 
 def _backward_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -206,7 +206,7 @@ class Saved(NamedTuple):
     """What a forward leaves."""
 
     o: Tensor
-    lse: Tensor
+    lse: Tensor | None
     reference: Tensor
     sum: Tensor
     o_low: Tensor | None
@@ -252,15 +252,16 @@ def forward(
     offsets: tuple[Tensor, Tensor] | None = None,
     check: bool = True,
     codes: bool = False,
+    lse: bool = True,
 ) -> Saved:
     """``x`` on ``device``, any strides; ``low``: in onepass, ask for O's remainder; ``offsets``: other cu_seqlens than
     the case's; ``check``: look at the guards, which waits for the GPU; ``codes``: leave them, for a backward that then
-    gets neither k nor v."""
+    gets neither k nor v; ``lse``: ask for it."""
     out = Poisoned(device)
     wants_low = low and case.mode == "onepass"
     saved = Saved(
         out.empty(case.q_shape, torch.bfloat16),
-        out.empty(case.row_vector, torch.float32),
+        out.empty(case.row_vector, torch.float32) if lse else None,
         out.empty(case.row_vector, torch.float32),
         out.empty((2, *case.row_vector), torch.float32),
         out.empty(case.q_shape, torch.bfloat16) if wants_low else None,
