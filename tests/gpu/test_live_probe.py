@@ -169,13 +169,17 @@ def test_cost_at_every_100(judge):
 @pytest.mark.cuda_only
 @pytest.mark.stress
 def test_other_steps_cost_nothing(judge):
-    """Steps between the measured ones run no code of the probe's: within 2 %, for the noise of small steps' times."""
+    """Steps between the measured ones run no code of the probe's: within 2 %, for the noise of small steps' times.
+    Seven rounds were not enough for that: -2.3 % in one run, 2.6 % in another."""
     training = Training(2048, layers=4, width=512, heads=8, vocabulary=4096, mode="matched")
     _seconds(training, 3)
     plain, probed = [], []
-    for _ in range(7):
-        plain.append(_seconds(training, 20))
-        with probe(training.model, every=100, start=1) as live:
-            probed.append(_seconds(training, 20, live))
-    assert live.last is None
+    for turn in range(24):
+        for is_probed in (turn % 2 == 0, turn % 2 != 0):
+            if not is_probed:
+                plain.append(_seconds(training, 20))
+                continue
+            with probe(training.model, every=100, start=1) as live:
+                probed.append(_seconds(training, 20, live))
+            assert live.last is None
     judge.at_most("cost of the other steps", min(probed) / min(plain) - 1, 0.02, None, "property")

@@ -5,6 +5,7 @@ Where the twin stands in for the GPU the models are tiny, which checks these tes
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 from gpu_calls import DEVICE, ON_GPU
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -20,6 +23,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import test_guide
 import transformers_models
@@ -92,6 +97,26 @@ def _warm_up(step: int) -> float:
 
 
 NUDGE = 2.0**-12  # of a weight: an eighth of what BF16 rounds
+#: Standard deviation of what rounding to E4M3 does to a number: half a unit of three bits is 2^-4 / m of a mantissa m
+#: in [1, 2), its root mean square over rounding and over mantissas 2^-4 / sqrt(3) * sqrt(3 / (8 ln 2)).
+E4M3_ERROR = 2.0**-4 / math.sqrt(3) * math.sqrt(3 / (8 * math.log(2)))
+
+
+def sdpa_with_errors() -> str:
+    """SDPA whose inputs and output, and with them their gradients, carry errors as large as E4M3's, but random ones:
+    what FP8 does to a training where nothing is wrong with it."""
+
+    def attend(module, query, key, value, *arguments, **options):
+        def err(x):
+            return x * (1 + E4M3_ERROR * torch.randn_like(x))
+
+        out, weights = sdpa_attention_forward(module, err(query), err(key), err(value), *arguments, **options)
+        return err(out), weights
+
+    name = "sdpa_with_errors"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
 
 
 def losses(family: str, attention: str, optimiser: str, seed: int, nudged: int = 0) -> torch.Tensor:
@@ -126,13 +151,14 @@ def losses(family: str, attention: str, optimiser: str, seed: int, nudged: int =
 def test_training_follows_bf16(family, optimiser, judge):
     exact = losses(family, "sdpa", optimiser, seed=0)
     assert exact[-5:].mean() < exact[0] - 0.5, "the task was not learned, so nothing would be compared"
-    # Noise: how far SDPA is taken from itself by other data, by its other backend's roundings, and by weights that
-    # differ in what BF16 does not see. FP8 has to do no more than the most of those, over the run and at its end, where
-    # a gradient that is wrong would have added up.
+    # Noise: how far SDPA is taken from itself by other data, by its other backend's roundings, by weights that differ
+    # in what BF16 does not see, and by errors of E4M3's size that favour nothing. FP8 has to do no more than the most
+    # of those, over the run and at its end, where a gradient that is wrong would have added up.
     runs = {f"data {seed}": losses(family, "sdpa", optimiser, seed) for seed in (1, 2, 3)}
     runs |= {f"nudged weights {n}": losses(family, "sdpa", optimiser, seed=0, nudged=n) for n in (1, 2)}
     with sdpa_kernel(SDPBackend.MATH):
         runs["math backend"] = losses(family, "sdpa", optimiser, seed=0)
+    runs |= {"errors of E4M3's size": losses(family, sdpa_with_errors(), optimiser, seed=0)}
     others = {name: (values - exact).abs() for name, values in runs.items()}
     for name, other in others.items():  # for the reader of a failure
         print(f"{name}: {other.mean():.4f} over the run, {other[-10:].mean():.4f} over its last ten steps")
