@@ -162,8 +162,11 @@ def test_training_follows_bf16(family, optimiser, judge):
     others = {name: (values - exact).abs() for name, values in runs.items()}
     for name, other in others.items():  # for the reader of a failure
         print(f"{name}: {other.mean():.4f} over the run, {other[-10:].mean():.4f} over its last ten steps")
+    print(f"SDPA's last ten losses: {exact[-10:].mean():.4f}")
     for mode in ("matched", "onepass") if optimiser == "adamw" else ("matched",):
-        distance = (losses(family, register(mode), optimiser, seed=0) - exact).abs()
+        run = losses(family, register(mode), optimiser, seed=0)
+        print(f"{mode}'s last ten losses: {run[-10:].mean():.4f}")
+        distance = (run - exact).abs()
         for what, rows in (("the run", slice(None)), ("its last ten steps", slice(-10, None))):
             name = f"{mode}: distance of the loss from SDPA's, mean over {what}"
             noise = max(other[rows].mean().item() for other in others.values())
