@@ -23,8 +23,9 @@ def set_save_codes(save: bool | None) -> None:
     With them the backward skips making the same codes again, and k and v are not kept. That takes time off every step
     and never changes a bit of the result. It costs memory between forward and backward: 3 bytes per element of k, one
     per element of q, and 4 bytes per mean block of queries (of 128 rows; at most 64 a sequence), key and query head, in
-    place of the 4 bytes per element of k that k and v take. Eager calls on plain tensors alone; compiled ones, and
-    those that a dispatch mode or a live probe watches, keep k and v.
+    place of the 4 bytes per element of k that k and v take. Eager calls on plain tensors alone: compiled ones, those
+    that a dispatch mode or a live probe watches, and those whose saved tensors go through hooks (activation checkpoints
+    without reentry, ``save_on_cpu``) keep k and v.
 
     A call keeps what was set when its forward ran.
 

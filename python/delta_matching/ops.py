@@ -278,7 +278,7 @@ def _run_backward(
         if codes is None:
             k, v = _rows(k), _rows(v)
         elif not codes.is_contiguous() or codes.data_ptr() % _ALIGNMENT != 0:
-            codes = codes.clone(memory_format=torch.contiguous_format)  # a hook of saved tensors has moved them
+            codes = codes.clone(memory_format=torch.contiguous_format)  # of a caller of the operator
         dq, dk, dv = (_allocate_gradient(x, need) for x, need in zip((q, k, v), needed, strict=True))
         if sides is not None:
             for gradient, side in ((dq, sides[0]), (dk, sides[1]), (dv, sides[1])):
@@ -526,11 +526,14 @@ def forward_without_graph(*inputs: Any, wants_lse: bool = True) -> tuple[Tensor,
 
 def _keeps_codes(tensors: tuple[Any, ...]) -> bool:
     """Whether the forward of these tensors leaves codes: its operator, for whoever would see that, has no output for
-    them, and a recorder wants to see k and v in the backward."""
+    them, and a recorder wants to see k and v in the backward. Where saved tensors go through hooks it does not: a
+    checkpoint without reentry compares what it saved with what the forward that is run again saves, and what is true
+    here may have changed by then."""
     device = tensors[0].device
     if device.type not in _saved_codes.KEEPERS or not _saved_codes.save_codes():
         return False
-    return _record.active is None and _plain(tensors)
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not hooked and _record.active is None and _plain(tensors)
 
 
 class Differentiable(torch.autograd.Function):

@@ -104,7 +104,8 @@ void check_device_limits(const Problem& p) {
     check_range(side.rows_name, side.rows, 0, most);
     // Every sequence as long as the longest: that many work items are counted.
     const int64_t blocks = p.batch * ((side.longest + kDeviceBlockRows - 1) / kDeviceBlockRows);
-    const int64_t limit = std::min(most / kDeviceBlockRows, kMostWorkItems / side.heads);
+    // Rounding a sequence's rows up to two blocks stays below 2^31.
+    const int64_t limit = std::min(most / kDeviceBlockRows - 1, kMostWorkItems / side.heads);
     if (blocks > limit)
       throw InvalidValue(fmt::format(
           "{}: expected batch x blocks of {} rows of the longest sequence to be at most {} with {} heads, got {}",

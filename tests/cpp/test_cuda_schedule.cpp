@@ -403,6 +403,8 @@ TEST(CudaSchedule, DivisorsDivideExactly) {
     for (const int64_t off : {0, 1, 2}) expect(value, INT32_MAX - off), expect(value, INT32_MAX / value * value - off);
   }
   EXPECT_EQ(divisor(0).divide(7), 7);
+  for (const int64_t beyond : {int64_t{INT32_MAX} + 1, int64_t{1} << 33, (int64_t{1} << 42) + 1, INT64_MAX})
+    EXPECT_EQ(divisor(beyond).value, INT32_MAX) << beyond;
 }
 
 TEST(CudaSchedule, WorkspacesThatOverflowAreRefused) {

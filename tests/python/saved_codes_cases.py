@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from delta_matching import _record, dm_attn_func, dm_attn_varlen_func, save_codes, set_save_codes
+from delta_matching import _record, dm_attn_func, dm_attn_varlen_func, probe, save_codes, set_save_codes
 
 MODES = ("matched", "onepass", "consistent", "stale")
 Device = torch.device
@@ -170,7 +172,7 @@ def a_graph_that_is_kept(device: Device) -> None:
 
 
 def hooks_of_saved_tensors(device: Device) -> None:
-    """Tensors that went elsewhere and came back, at whatever address."""
+    """Tensors that go elsewhere and come back, at whatever address, are k and v."""
     leaves = _leaves(device)
     expected = _gradients(_attention(*leaves), leaves)
     packed: list[torch.dtype] = []
@@ -186,7 +188,7 @@ def hooks_of_saved_tensors(device: Device) -> None:
 
     with saved_tensors_hooks(pack, unpack):
         out = _attention(*leaves)
-    assert packed.count(torch.uint8) == 1
+    assert packed and torch.uint8 not in packed
     same(_gradients(out, leaves), expected)
     with save_on_cpu():
         out = _attention(*leaves)
@@ -205,6 +207,37 @@ def activation_checkpointing(device: Device) -> None:
             x.grad = None
         checkpoint(layer, *leaves, use_reentrant=reentrant).sum().backward()
         same(tuple(x.grad for x in leaves), expected)
+
+
+def checkpoints_whose_world_changes(device: Device) -> None:
+    """What a forward saves under a checkpoint's hooks does not depend on what is on when it is run again."""
+    leaves = _leaves(device)
+    expected = _gradients(_attention(*leaves), leaves)
+
+    def run(forward, backward) -> None:
+        with forward:
+            out = checkpoint(_attention, *leaves, use_reentrant=False)
+        with backward:
+            same(_gradients(out, leaves), expected)
+
+    off = contextlib.nullcontext()
+    for mode in (_Watch, lambda: FlopCounterMode(display=False)):
+        run(mode(), off)
+        run(off, mode())
+    run(off, _off())
+    run(_off(), off)
+    model = torch.nn.Linear(1, 1)
+    run(off, probe(model, every=1))
+    run(probe(model, every=1), off)
+
+
+@contextlib.contextmanager
+def _off() -> Iterator[None]:
+    set_save_codes(False)
+    try:
+        yield
+    finally:
+        set_save_codes(None)
 
 
 def the_switch(device: Device) -> None:
@@ -337,6 +370,7 @@ ALL: tuple[Callable[[Device], None], ...] = (
     a_graph_that_is_kept,
     hooks_of_saved_tensors,
     activation_checkpointing,
+    checkpoints_whose_world_changes,
     the_switch,
     watchers,
     recorders,

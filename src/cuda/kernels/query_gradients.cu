@@ -26,17 +26,17 @@ cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, con
   p.by_item_heads = divisor(int64_t{chunk.kv_heads} * chunk.group_heads * all.batch);
   p.by_batch = divisor(all.batch);
   p.by_group_heads = divisor(chunk.group_heads);
-  const int32_t heads = chunk.kv_heads * chunk.group_heads * all.batch;
+  const int64_t heads = int64_t{chunk.kv_heads} * chunk.group_heads * all.batch;
   if (heads == 0 || all.q_blocks_max == 0) return cudaSuccess;
   const auto start = [&]<class T>(T) {
-    p.items = heads * ((all.q_blocks_max + T::kGroupTiles - 1) / T::kGroupTiles);
+    p.items = static_cast<int32_t>(heads * ((all.q_blocks_max + T::kGroupTiles - 1) / T::kGroupTiles));
     return start_kernel<query_gradients_kernel<T>, T::kThreads, T::kBytes>(
         launch, std::min(p.items, launch.multiprocessors), p);
   };
   return with_head_dim(launch.head_dim, [&](auto dim) {
     constexpr int kDim = decltype(dim)::value;
     if constexpr (kDim < 256) {  // twice the queries want twice the sums' registers
-      const int64_t wide_items = int64_t{heads} * (all.q_blocks_max / 2);
+      const int64_t wide_items = heads * (all.q_blocks_max / 2);
       if (wide_items * 2 >= kWideRounds * launch.multiprocessors) return start(DqTraits<kDim, 2>());
     }
     return start(DqTraits<kDim, 1>());

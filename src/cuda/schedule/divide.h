@@ -24,9 +24,9 @@ struct Divisor {
   }
 };
 
-// value >= 1; of anything below, the divisor of 1.
+// value in [1, 2^31); outside, the nearest of these: a problem without rows may have any batch and heads, and no items.
 inline Divisor divisor(int64_t value) {
-  const auto bounded = static_cast<uint64_t>(value < 1 ? 1 : value);
+  const auto bounded = static_cast<uint64_t>(value < 1 ? 1 : value > INT32_MAX ? INT32_MAX : value);
   uint32_t shift = 0;
   while ((uint64_t{1} << shift) < bounded) ++shift;
   const uint64_t power = uint64_t{1} << (31 + shift);
