@@ -89,11 +89,10 @@ Problem check_backward(const dmattn_problem* raw, const dmattn_backward_args* ar
   Problem problem = dmattn::check_problem(raw);
   dmattn::check_pointer(args, "args");
   dmattn::check_struct_size(args->struct_size, sizeof *args, "args");
-  check_tensor(problem, args->q, true, "q", Access::input);
-  if (!keeps_codes(problem, args->saved)) {
-    check_tensor(problem, args->k, false, "k", Access::input);
-    check_tensor(problem, args->v, false, "v", Access::input);
-  }
+  if (keeps_codes(problem, args->saved))
+    check_tensor(problem, args->q, true, "q", Access::input);
+  else
+    check_inputs(problem, args->q, args->k, args->v);
   check_tensor(problem, args->o, true, "o", Access::input);
   check_tensor(problem, args->d_o, true, "d_o", Access::input);
   if ((args->saved.reference == nullptr) != (args->saved.sum == nullptr))

@@ -17,17 +17,17 @@ constexpr int64_t kWideRounds = 3;
 cudaError_t launch_query_gradients(const Launch& launch, const Shape& shape, const KeyCodes& keys, const DsChunk& chunk,
                                    const QueryGradients& output) {
   const Sequences& all = shape.sequences;
+  const int64_t heads = int64_t{chunk.kv_heads} * chunk.group_heads * all.batch;
+  if (heads == 0 || all.q_blocks_max == 0) return cudaSuccess;
   DqParams p{};
   p.shape = shape;
   p.keys = keys;
   p.chunk = chunk;
   p.index = ds_index(all.variable != 0, shape.causal != 0, all.q_len, all.k_len, chunk.tile_first, chunk.tile_end);
   p.output = output;
-  p.by_item_heads = divisor(int64_t{chunk.kv_heads} * chunk.group_heads * all.batch);
+  p.by_item_heads = divisor(heads);
   p.by_batch = divisor(all.batch);
   p.by_group_heads = divisor(chunk.group_heads);
-  const int64_t heads = int64_t{chunk.kv_heads} * chunk.group_heads * all.batch;
-  if (heads == 0 || all.q_blocks_max == 0) return cudaSuccess;
   const auto start = [&]<class T>(T) {
     p.items = static_cast<int32_t>(heads * ((all.q_blocks_max + T::kGroupTiles - 1) / T::kGroupTiles));
     return start_kernel<query_gradients_kernel<T>, T::kThreads, T::kBytes>(
